@@ -1,0 +1,261 @@
+"""The vocabulary shared by every layer: what was read, what was decided, what was refused.
+
+``collect`` turns a graph into a :class:`Skeleton`; a pass turns a skeleton into a :class:`Plan`;
+``check`` and ``rewrite`` turn a plan into a changed graph.  Everything here is frozen data: a pass
+never mutates what it was given, and two ranks with equal skeletons produce equal plans.
+
+Sizes are bytes of the *full* tensor (gather output, scatter input), the amount that travels.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.fx as fx
+
+
+class CollectiveKind(enum.Enum):
+    """What a collective does; part of the bucket key, so kinds never mix."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+
+
+MERGEABLE_KINDS = (
+    CollectiveKind.ALL_GATHER,
+    CollectiveKind.REDUCE_SCATTER,
+    CollectiveKind.ALL_REDUCE,
+)
+
+
+class MergeForm(enum.Enum):
+    """How a bucket is built.  Values are those of torch's ``bucket_mode`` flag."""
+
+    COPY = "default"  # copies in, one collective, one wait, copies out
+    COALESCED = "coalesced"  # one launch over many tensors, no copies, one wait per member
+
+
+class RefusalReason(enum.Enum):
+    """Why a collective is not in a bucket, or a planned bucket was given up.
+
+    The value is the sentence that logs, reports and tools print.
+    """
+
+    KIND_NOT_MERGEABLE = "this kind of collective is never merged"
+    ALREADY_BUCKETED = "it is already a bucket"
+    COALESCED_IN_INPUT = "it is a coalesced collective of the input graph"
+    MUTATES_ARGUMENT = "it writes into an argument (in-place or out= form)"
+    WRAPPED = "it sits inside a control_deps region"
+    NO_WAIT = "its result is never waited for"
+    USED_BEFORE_WAIT = "its result is used by something other than a wait"
+    SCALAR_SHARD = "its input has no dimension to gather or scatter along"
+    UNSUPPORTED_LAYOUT = "its input or output is not a plain strided tensor"
+    NO_METADATA = "its node carries no tensor metadata"
+    NOT_PRIMARY_GROUP = "primary_fsdp_group_only is set and its group is not the primary one"
+    ALONE_IN_KEY = "no other collective has its kind, group, dtype, reduce op and device"
+    BYTE_CAP = "the next member would exceed bucket_cap_mb"
+    SPAN_CAP = "the next member would exceed max_topo_span"
+    DEPENDENCY = "it depends on a member of the bucket, or merging would close a cycle"
+    BARRIER = "a side effect lies between it and the bucket"
+    CHECK_FAILED = "the plan did not pass the legality check"
+
+
+@dataclass(frozen=True)
+class BucketKey:
+    """Collectives may merge only if their keys are equal.
+
+    Args:
+        kind: the collective's kind.
+        group: canonical name of the process group object (two groups with equal ranks are two
+            streams, hence two keys).
+        group_size: ranks in the group, None where neither the node nor a registry tells.
+        dtype: dtype on the wire.
+        reduce_op: "sum", "avg", ...; None for gathers.
+        device_type: "cuda", "cpu", ...
+    """
+
+    kind: CollectiveKind
+    group: str
+    group_size: int | None
+    dtype: torch.dtype
+    reduce_op: str | None
+    device_type: str
+
+
+@dataclass(frozen=True)
+class CollectiveTag:
+    """What the joint graph knows of a collective: see ``passes/tagging.py``."""
+
+    role: str
+    parameter: str | None = None
+    registration_index: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """One collective of the graph, from its start to its waits.
+
+    Args:
+        index: place among the graph's collectives, in start order.
+        start: the node that launches it.
+        waits: its wait nodes in graph order (empty: never waited for).
+        key: see :class:`BucketKey`; None where metadata is missing.
+        kind: the collective's kind.
+        group: canonical process-group name.
+        ranks: ranks of the group where it is registered, else None.
+        input_bytes, output_bytes: local tensor sizes, symbolic where the shape is.
+        size_bytes: the larger of the two with symbols replaced by the stated fallback; the only
+            size that may enter a decision.
+        position: working nodes before the start (see ``graph/positions.py``).
+        wait_position: the same for the first wait, or None.
+        segment: number of barriers before the start.
+        refusal: why it can never be a bucket member, or None.
+        has_symbolic_size: some dimension is symbolic.
+        tag: parameter or gradient traffic, where known.
+    """
+
+    index: int
+    start: fx.Node
+    waits: tuple[fx.Node, ...]
+    kind: CollectiveKind
+    group: str
+    ranks: tuple[int, ...] | None
+    key: BucketKey | None
+    input_bytes: int | torch.SymInt
+    output_bytes: int | torch.SymInt
+    size_bytes: int
+    position: int
+    wait_position: int | None
+    segment: int
+    refusal: RefusalReason | None
+    has_symbolic_size: bool = False
+    tag: CollectiveTag | None = None
+
+
+class BarrierKind(enum.Enum):
+    """Why nothing may cross a node (``EFFECT``) or what it is ordered with (the rest)."""
+
+    EFFECT = "unknown side effect"
+    MUTATION = "mutation of an argument"
+    RNG = "random number generator"
+
+
+@dataclass(frozen=True, eq=False)
+class Barrier:
+    """A node with a side effect.  Only ``EFFECT`` barriers separate segments; mutations and
+    random ops are ordered by :attr:`Skeleton.order_dependencies`."""
+
+    node: fx.Node
+    kind: BarrierKind
+    position: int
+
+
+@dataclass(frozen=True, eq=False)
+class Skeleton:
+    """The communication skeleton of a graph; a pure function of the graph.
+
+    Args:
+        collectives: all of them, in start order.
+        barriers: nodes with side effects, in graph order.
+        positions: node -> number of working nodes before it.
+        order_dependencies: (before, after) pairs that data flow does not show: accesses of a
+            mutated storage, random ops, barriers.
+        total_nodes: nodes in the graph.
+        working_nodes: nodes that do work (no views, aliases, placeholders).
+    """
+
+    collectives: tuple[Collective, ...]
+    barriers: tuple[Barrier, ...]
+    positions: Mapping[fx.Node, int]
+    order_dependencies: tuple[tuple[fx.Node, fx.Node], ...]
+    total_nodes: int
+    working_nodes: int
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A merge that did not happen: the members it concerns (by name, for people) and why."""
+
+    members: tuple[str, ...]
+    reason: RefusalReason
+    detail: str = ""
+
+
+class CloseReason(enum.Enum):
+    """Why a bucket took no further member."""
+
+    BYTES = "bytes"
+    SPAN = "span"
+    DEPENDENCY = "dependency"
+    END = "end"
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Collectives to be merged.
+
+    Args:
+        members: in graph order of their starts.
+        payload_order: permutation of ``range(len(members))``: the order of the payload in the
+            merged collective.  Parameter registration order where known, else graph order; it
+            decides byte offsets, hence the rounding of ring reductions, and is independent of
+            where the merged node stands.
+        form: copying or coalesced.
+        close_reason: why it took no further member.
+        size_bytes: sum of the members' decision sizes.
+        span: position of the last start minus position of the first.
+    """
+
+    members: tuple[Collective, ...]
+    payload_order: tuple[int, ...]
+    form: MergeForm
+    close_reason: CloseReason
+    size_bytes: int
+    span: int
+
+    @property
+    def key(self) -> BucketKey:
+        key = self.members[0].key
+        assert key is not None
+        return key
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a pass decided.  ``operations`` counts the work spent deciding."""
+
+    buckets: tuple[Bucket, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    operations: int = 0
+
+
+BucketCap = float | tuple[float, ...] | Callable[[int], float] | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything a pass may read besides the skeleton; one frozen copy for each compile.
+
+    Args:
+        bucketing_mode: "none" or "topo_span".
+        max_topo_span: largest span of a bucket in working nodes, None for no bound.
+        bucket_cap_mb: MB (2**20 bytes) a bucket may hold; a sequence is by bucket index with the
+            last value repeating; a callable takes the bucket index; None takes the size that
+            saturates the group's network.
+        primary_fsdp_group_only: bucket only the group with the most parameter all-gathers.
+        bucket_mode: "default" (copying), "coalesced" (zero-copy), None (chosen by the pass).
+        raise_on_failure: re-raise instead of leaving the graph as it was (tests).
+    """
+
+    bucketing_mode: str = "none"
+    max_topo_span: int | None = 1500
+    bucket_cap_mb: BucketCap = None
+    primary_fsdp_group_only: bool = False
+    bucket_mode: str | None = None
+    raise_on_failure: bool = field(default=False, compare=False)
