@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
@@ -54,9 +54,9 @@ class RefusalReason(enum.Enum):
     WRAPPED = "it sits inside a control_deps region"
     NO_WAIT = "its result is never waited for"
     USED_BEFORE_WAIT = "its result is used by something other than a wait"
-    SCALAR_SHARD = "its input has no dimension to gather or scatter along"
     UNSUPPORTED_LAYOUT = "its input or output is not a plain strided tensor"
     NO_METADATA = "its node carries no tensor metadata"
+    NOT_PARAMETER_TRAFFIC = "it carries neither a parameter nor a gradient"
     NOT_PRIMARY_GROUP = "primary_fsdp_group_only is set and its group is not the primary one"
     ALONE_IN_KEY = "no other collective has its kind, group, dtype, reduce op and device"
     BYTE_CAP = "the next member would exceed bucket_cap_mb"
@@ -88,6 +88,14 @@ class BucketKey:
     device_type: str
 
 
+class Traffic(enum.Enum):
+    """What a collective carries, judged from the structure around it."""
+
+    PARAMETER = "parameter"  # gathered from one graph input through casts, views, pads, slices
+    GRADIENT = "gradient"  # reduced, and every path from it ends in a graph output
+    OTHER = "other"  # activations, routing, statistics
+
+
 @dataclass(frozen=True)
 class CollectiveTag:
     """What the joint graph knows of a collective: see ``passes/tagging.py``."""
@@ -114,7 +122,8 @@ class Collective:
             size that may enter a decision.
         position: working nodes before the start (see ``graph/positions.py``).
         wait_position: the same for the first wait, or None.
-        segment: number of barriers before the start.
+        segment, wait_segment: number of ``EFFECT`` barriers before the start and the first wait.
+        traffic: parameter, gradient or other.
         refusal: why it can never be a bucket member, or None.
         has_symbolic_size: some dimension is symbolic.
         tag: parameter or gradient traffic, where known.
@@ -133,6 +142,8 @@ class Collective:
     position: int
     wait_position: int | None
     segment: int
+    wait_segment: int | None
+    traffic: Traffic
     refusal: RefusalReason | None
     has_symbolic_size: bool = False
     tag: CollectiveTag | None = None
@@ -250,7 +261,6 @@ class Options:
             saturates the group's network.
         primary_fsdp_group_only: bucket only the group with the most parameter all-gathers.
         bucket_mode: "default" (copying), "coalesced" (zero-copy), None (chosen by the pass).
-        raise_on_failure: re-raise instead of leaving the graph as it was (tests).
     """
 
     bucketing_mode: str = "none"
@@ -258,4 +268,3 @@ class Options:
     bucket_cap_mb: BucketCap = None
     primary_fsdp_group_only: bool = False
     bucket_mode: str | None = None
-    raise_on_failure: bool = field(default=False, compare=False)

@@ -1,0 +1,84 @@
+"""Is a plan legal?  Every bucket is checked, then all of them together, on a fresh contraction.
+
+A plan that fails is reduced, never asserted on: the buckets that break a rule are given up, each
+with a refusal, and the rest is applied.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import torch.fx as fx
+
+from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    Bucket,
+    MergeForm,
+    Plan,
+    Refusal,
+    RefusalReason,
+    Skeleton,
+)
+
+
+def check_plan(skeleton: Skeleton, contracted: AugmentedGraph[fx.Node], plan: Plan) -> Plan:
+    """Returns ``plan`` without its illegal buckets; each one given up becomes a refusal.
+
+    Args:
+        contracted: a fresh contraction of the graph; it holds the accepted merges afterwards.
+
+    Checked: members are known to the skeleton, in graph order, mergeable and in no other bucket;
+    equal kind, group, dtype, reduce op and device; static sizes where copies need them; no barrier
+    between starts or waits; no cycle on the graph with all buckets contracted.
+    """
+    known = {id(c) for c in skeleton.collectives}
+    used: set[int] = set()
+    accepted: list[Bucket] = []
+    refusals = list(plan.refusals)
+    for bucket in plan.buckets:
+        problem = _problem(bucket, known, used)
+        if problem is None and not _contract(contracted, bucket):
+            problem = "merging it closes a cycle with the buckets accepted before it"
+        if problem is not None:
+            names = tuple(member.start.name for member in bucket.members)
+            refusals.append(Refusal(names, RefusalReason.CHECK_FAILED, problem))
+            continue
+        accepted.append(bucket)
+        used.update(id(member) for member in bucket.members)
+    return replace(plan, buckets=tuple(accepted), refusals=tuple(refusals))
+
+
+def _problem(bucket: Bucket, known: set[int], used: set[int]) -> str | None:
+    """What is wrong with one bucket by itself, or None."""
+    members = bucket.members
+    identities = [id(member) for member in members]
+    if len(members) < 2 or len(set(identities)) != len(members):
+        return "it does not have at least two different members"
+    if not known.issuperset(identities):
+        return "a member is not a collective of this graph"
+    if not used.isdisjoint(identities):
+        return "a member is in another bucket too"
+    if any(a.index >= b.index for a, b in itertools.pairwise(members)):
+        return "its members are not in graph order"
+    if sorted(bucket.payload_order) != list(range(len(members))):
+        return "its payload order is not a permutation of its members"
+    if any(m.refusal is not None or m.key is None for m in members):
+        return "a member can never be merged"
+    if len({m.key for m in members}) != 1:
+        return "its members differ in kind, group, dtype, reduce op or device"
+    if len({(m.segment, m.wait_segment) for m in members}) != 1:
+        return "a side effect lies between its members"
+    if bucket.form is MergeForm.COPY and any(m.has_symbolic_size for m in members):
+        return "the copying form needs static sizes"
+    return None
+
+
+def _contract(contracted: AugmentedGraph[fx.Node], bucket: Bucket) -> bool:
+    mark = contracted.checkpoint()
+    merged = contracted.merge_all([member.start for member in bucket.members])
+    if merged and bucket.form is MergeForm.COPY:
+        merged = contracted.merge_all([w for member in bucket.members for w in member.waits])
+    if not merged:
+        contracted.rollback(mark)
+    return merged

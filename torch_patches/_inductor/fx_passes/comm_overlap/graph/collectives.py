@@ -1,0 +1,284 @@
+"""Reads the communication skeleton of an FX graph: ``collect(graph) -> Skeleton``.
+
+A collective is a *start* node and the *wait* nodes reached from it through aliases, views and
+getitems.  Both functional namespaces are read, coalesced, ``out=`` and in-place forms too, and
+collectives or waits inside ``control_deps``.  What cannot be merged is still part of the skeleton,
+with the reason.  Nothing here changes a graph, and no process group needs to exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from torch_patches._inductor.fx_passes.comm_overlap.graph.effects import Effects, find_effects
+from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import (
+    canonical_group,
+    registered_ranks,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    COLLECTIVE_NAMESPACES,
+    does_work,
+    is_view,
+    op_name,
+    op_namespace,
+    tensors_of,
+    wait_source,
+    working_positions,
+    wrapped_node,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import (
+    decision_bytes,
+    has_symbols,
+    total_bytes,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import TrafficFinder
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    MERGEABLE_KINDS,
+    Barrier,
+    BarrierKind,
+    BucketKey,
+    Collective,
+    CollectiveKind,
+    RefusalReason,
+    Skeleton,
+)
+
+#: ``node.meta`` key of nodes made by a merge; such collectives are not merged again.
+BUCKET_MARK = "comm_overlap_bucket"
+
+
+@dataclass(frozen=True)
+class _OpTraits:
+    kind: CollectiveKind
+    coalesced: bool = False
+    mutates: bool = False
+
+
+_OPS = {
+    "all_gather_into_tensor": _OpTraits(CollectiveKind.ALL_GATHER),
+    "all_gather_into_tensor_out": _OpTraits(CollectiveKind.ALL_GATHER, mutates=True),
+    "all_gather_into_tensor_coalesced": _OpTraits(CollectiveKind.ALL_GATHER, coalesced=True),
+    "reduce_scatter_tensor": _OpTraits(CollectiveKind.REDUCE_SCATTER),
+    "reduce_scatter_tensor_out": _OpTraits(CollectiveKind.REDUCE_SCATTER, mutates=True),
+    "reduce_scatter_tensor_coalesced": _OpTraits(CollectiveKind.REDUCE_SCATTER, coalesced=True),
+    "all_reduce": _OpTraits(CollectiveKind.ALL_REDUCE),
+    "all_reduce_": _OpTraits(CollectiveKind.ALL_REDUCE, mutates=True),
+    "all_reduce_coalesced": _OpTraits(CollectiveKind.ALL_REDUCE, coalesced=True),
+    "all_reduce_coalesced_": _OpTraits(CollectiveKind.ALL_REDUCE, coalesced=True, mutates=True),
+    "all_to_all_single": _OpTraits(CollectiveKind.ALL_TO_ALL),
+    "broadcast": _OpTraits(CollectiveKind.BROADCAST),
+    "broadcast_": _OpTraits(CollectiveKind.BROADCAST, mutates=True),
+}
+
+
+def collective_kind(node: fx.Node) -> CollectiveKind | None:
+    """The kind of the collective that ``node`` starts (also inside ``control_deps``), or None."""
+    traits = _traits(wrapped_node(node) or node)
+    return traits.kind if traits is not None else None
+
+
+def _traits(node: fx.Node) -> _OpTraits | None:
+    if node.op != "call_function" or op_namespace(node.target) not in COLLECTIVE_NAMESPACES:
+        return None
+    return _OPS.get(op_name(node.target) or "")
+
+
+def schema_arguments(node: fx.Node) -> dict[str, object]:
+    """Arguments of an op node by the names of its schema, defaults left out."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [a.name for a in node.target._schema.arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def collect(graph: fx.Graph) -> Skeleton:
+    """Reads every collective, barrier and ordering constraint of ``graph``.
+
+    Linear in nodes and edges.  Positions count working nodes only, so that views and aliases, in
+    which ranks may differ, do not move anything.
+    """
+    positions = working_positions(graph)
+    effects = find_effects(graph, is_collective=lambda n: collective_kind(n) is not None)
+    fences = {b.node for b in effects.barriers if b.kind is BarrierKind.EFFECT}
+    waits_of = _waits_by_start(graph)
+    places = _Places(positions, _segments(graph, fences), number_nodes(graph))
+    traffic = TrafficFinder(graph)
+    starts = [n for n in graph.nodes if collective_kind(n) is not None]
+    return Skeleton(
+        collectives=tuple(
+            _read(start, index, tuple(waits_of.get(start, ())), places, traffic)
+            for index, start in enumerate(starts)
+        ),
+        barriers=_with_positions(effects, positions),
+        positions=positions,
+        order_dependencies=effects.order_dependencies,
+        total_nodes=len(positions),
+        working_nodes=sum(does_work(n) for n in graph.nodes),
+    )
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where nodes stand: working position, segment between barriers, number in the graph."""
+
+    positions: dict[fx.Node, int]
+    segments: dict[fx.Node, int]
+    numbers: dict[fx.Node, int]
+
+
+def number_nodes(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Index of each node in graph order."""
+    return {node: number for number, node in enumerate(graph.nodes)}
+
+
+def _segments(graph: fx.Graph, fences: set[fx.Node]) -> dict[fx.Node, int]:
+    segments: dict[fx.Node, int] = {}
+    segment = 0
+    for node in graph.nodes:
+        segment += node in fences
+        segments[node] = segment
+    return segments
+
+
+def _with_positions(effects: Effects, positions: dict[fx.Node, int]) -> tuple[Barrier, ...]:
+    return tuple(Barrier(b.node, b.kind, positions[b.node]) for b in effects.barriers)
+
+
+def _waits_by_start(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Waits of each start in graph order, looking through views, aliases and getitems."""
+    result: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        source = wait_source(node)
+        if source is None:
+            continue
+        while is_view(source) and isinstance(source.args[0], fx.Node):
+            source = source.args[0]
+        if collective_kind(source) is not None:
+            result.setdefault(source, []).append(node)
+    return result
+
+
+def _read(
+    start: fx.Node,
+    index: int,
+    waits: tuple[fx.Node, ...],
+    places: _Places,
+    traffic: TrafficFinder,
+) -> Collective:
+    inner = wrapped_node(start)
+    op = inner if inner is not None else start
+    traits = _traits(op)
+    assert traits is not None
+    arguments = _outer_arguments(start, inner) if inner is not None else schema_arguments(op)
+    inputs = _input_tensors(arguments)
+    outputs = list(tensors_of(start.meta.get("val")))
+    group = canonical_group(arguments, places.numbers)
+    ranks = registered_ranks(group)
+    key = _bucket_key(traits, arguments, inputs, group, ranks)
+    input_bytes, output_bytes = total_bytes(inputs), total_bytes(outputs)
+    return Collective(
+        index=index,
+        start=start,
+        waits=waits,
+        kind=traits.kind,
+        group=group,
+        ranks=ranks,
+        key=key,
+        input_bytes=input_bytes,
+        output_bytes=output_bytes,
+        size_bytes=max(decision_bytes(input_bytes), decision_bytes(output_bytes)),
+        position=places.positions[start],
+        wait_position=min((places.positions[w] for w in waits), default=None),
+        segment=places.segments[start],
+        wait_segment=min((places.segments[w] for w in waits), default=None),
+        traffic=traffic.of(start, traits.kind, waits),
+        refusal=_refusal(start, traits, waits, inputs, outputs, wrapped=inner is not None),
+        has_symbolic_size=any(has_symbols(t) for t in (*inputs, *outputs)),
+    )
+
+
+def _outer_arguments(start: fx.Node, inner: fx.Node) -> dict[str, object]:
+    """Arguments of a wrapped collective, with the subgraph's inputs replaced by the outer nodes."""
+    placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
+    outer = dict(zip(placeholders, start.args[2:], strict=False))
+
+    def substitute(value: Any) -> object:
+        return fx.node.map_arg(value, lambda n: outer.get(n, n))
+
+    return {name: substitute(value) for name, value in schema_arguments(inner).items()}
+
+
+def _input_tensors(arguments: dict[str, object]) -> list[torch.Tensor]:
+    """Fake values of the payload, which is the first argument of every collective."""
+    payload = next(iter(arguments.values()), None)
+    nodes: Iterable[object] = payload if isinstance(payload, (list, tuple)) else (payload,)
+    values = (n.meta.get("val") for n in nodes if isinstance(n, fx.Node))
+    return [tensor for value in values for tensor in tensors_of(value)]
+
+
+def _bucket_key(
+    traits: _OpTraits,
+    arguments: dict[str, object],
+    inputs: list[torch.Tensor],
+    group: str,
+    ranks: tuple[int, ...] | None,
+) -> BucketKey | None:
+    if not inputs:
+        return None
+    size = arguments.get("group_size")
+    reduce_op = arguments.get("reduce_op", arguments.get("reduceOp"))
+    return BucketKey(
+        kind=traits.kind,
+        group=group,
+        group_size=size if isinstance(size, int) else (len(ranks) if ranks else None),
+        dtype=inputs[0].dtype,
+        reduce_op=None if reduce_op is None else str(reduce_op).lower(),
+        device_type=inputs[0].device.type,
+    )
+
+
+def _refusal(
+    start: fx.Node,
+    traits: _OpTraits,
+    waits: tuple[fx.Node, ...],
+    inputs: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+    *,
+    wrapped: bool,
+) -> RefusalReason | None:
+    """Why this collective can never be a member of a bucket, or None."""
+    if traits.kind not in MERGEABLE_KINDS:
+        return RefusalReason.KIND_NOT_MERGEABLE
+    if BUCKET_MARK in start.meta:
+        return RefusalReason.ALREADY_BUCKETED
+    if wrapped or any(wrapped_node(w) is not None for w in waits):
+        return RefusalReason.WRAPPED
+    if traits.mutates:
+        return RefusalReason.MUTATES_ARGUMENT
+    if traits.coalesced:
+        return RefusalReason.COALESCED_IN_INPUT
+    if not inputs or not outputs:
+        return RefusalReason.NO_METADATA
+    if any(t.layout is not torch.strided for t in (*inputs, *outputs)):
+        return RefusalReason.UNSUPPORTED_LAYOUT
+    if not waits:
+        return RefusalReason.NO_WAIT
+    if _used_before_wait(start):
+        return RefusalReason.USED_BEFORE_WAIT
+    return None
+
+
+def _used_before_wait(start: fx.Node) -> bool:
+    """Something other than a view or a wait reads the result while it is in flight."""
+    pending = [start]
+    while pending:
+        for user in pending.pop().users:
+            if is_view(user):
+                pending.append(user)
+            elif wait_source(user) is None:
+                return True
+    return False

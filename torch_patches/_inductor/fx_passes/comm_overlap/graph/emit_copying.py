@@ -1,0 +1,239 @@
+"""Copying merge: one copy of all payloads in, one collective, one wait, one copy out.
+
+Layout of a bucket of members with n_i elements on each of G ranks:
+
+    gather    in: [n_0 | n_1 | ...]             out: G rows of it, split by columns
+    scatter   in: G rows [n_0/G | n_1/G | ...]  out: [n_0/G | n_1/G | ...]
+    reduce    in: [n_0 | n_1 | ...]             out: the same
+
+All members have one dtype, so every part starts at a multiple of the element size.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+import torch.fx as fx
+
+from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import (
+    Emitter,
+    Merged,
+    collective_op,
+    mark,
+    merged_arguments,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import is_cast, is_view, wait_source
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    Bucket,
+    Collective,
+    CollectiveKind,
+)
+
+aten = torch.ops.aten
+
+
+def emit_copying(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
+    """Replaces the members by one collective over a copied buffer.  Sizes must be static."""
+    members = [bucket.members[i] for i in bucket.payload_order]
+    made = _Recorder(emitter)
+    donor = bucket.members[0].start
+    absorbed = _absorbable_casts(members)
+    buffer = _copy_in(made, members, absorbed, donor, bucket)
+    start = _launch(made, members[0].start, buffer, donor, bucket)
+    mark(start, index, len(members))
+    start_nodes = made.take()
+    wait = made.call(
+        bucket.members[0].waits[0].target,
+        (start,),
+        bucket.members[0].waits[0],
+        start.meta["val"],
+    )
+    outputs = _copy_out(made, wait, members, bucket)
+    wait_nodes = made.take()
+    replaced = _replace(emitter, members, outputs, start, wait)
+    emitter.erase(absorbed)
+    return Merged(start, start_nodes, replaced, wait_nodes)
+
+
+class _Recorder:
+    """An emitter that remembers what it made since the last ``take``."""
+
+    def __init__(self, emitter: Emitter) -> None:
+        self._emitter = emitter
+        self._made: list[fx.Node] = []
+
+    def call(self, *args: object, **kwargs: object) -> fx.Node:
+        self._made.append(self._emitter.call(*args, **kwargs))  # type: ignore[arg-type]
+        return self._made[-1]
+
+    def compute(self, *args: object, **kwargs: object) -> fx.Node:
+        self._made.append(self._emitter.compute(*args, **kwargs))  # type: ignore[arg-type]
+        return self._made[-1]
+
+    def view(self, node: fx.Node, shape: Sequence[int], donor: fx.Node) -> fx.Node:
+        """``node`` with another shape; a copy only where its strides demand one."""
+        value = node.meta["val"]
+        if list(value.shape) == list(shape):
+            return node
+        op = aten.view.default if value.is_contiguous() else aten.reshape.default
+        return self.compute(op, (node, list(shape)), donor)
+
+    def take(self) -> tuple[fx.Node, ...]:
+        made, self._made = tuple(self._made), []
+        return made
+
+
+def _source(member: Collective) -> fx.Node:
+    source = member.start.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _absorbable_casts(members: Sequence[Collective]) -> list[fx.Node]:
+    """Casts in front of gathers that one cast of the whole buffer can replace.
+
+    Only if nobody else reads them, and all members have one of the same kind from the same dtype:
+    then casting after the copy gives the same bits in one node instead of many.
+    """
+    if members[0].kind is not CollectiveKind.ALL_GATHER:
+        return []
+    casts = [_source(member) for member in members]
+    if not all(is_cast(c) and len(c.users) == 1 and _is_plain_cast(c) for c in casts):
+        return []
+    sources = [c.args[0] for c in casts]
+    dtypes = {s.meta["val"].dtype for s in sources if isinstance(s, fx.Node)}
+    targets = {(c.target, str(c.args[1:]), str(c.kwargs)) for c in casts}
+    return casts if len(dtypes) == 1 and len(targets) == 1 else []
+
+
+def _is_plain_cast(cast: fx.Node) -> bool:
+    """Changes the dtype and nothing else (no device, layout or memory format)."""
+    before = cast.args[0].meta.get("val") if isinstance(cast.args[0], fx.Node) else None
+    after = cast.meta["val"]
+    return (
+        isinstance(before, torch.Tensor)
+        and set(cast.kwargs) <= {"dtype"}
+        and before.device == after.device
+        and before.shape == after.shape
+    )
+
+
+def _copy_in(
+    made: _Recorder,
+    members: Sequence[Collective],
+    absorbed: Sequence[fx.Node],
+    donor: fx.Node,
+    bucket: Bucket,
+) -> fx.Node:
+    """All payloads in one flat buffer: views and a single ``cat``."""
+    parts = [_flat_part(made, member, bool(absorbed), bucket) for member in members]
+    rows = bucket.key.kind is CollectiveKind.REDUCE_SCATTER
+    buffer = made.compute(aten.cat.default, (parts, 1 if rows else 0), donor)
+    buffer = made.view(buffer, [buffer.meta["val"].numel()], donor)
+    if absorbed:
+        cast = absorbed[0]
+        buffer = made.compute(
+            cast.target, (buffer, *cast.args[1:]), donor, kwargs=dict(cast.kwargs)
+        )
+    return buffer
+
+
+def _flat_part(made: _Recorder, member: Collective, absorb: bool, bucket: Bucket) -> fx.Node:
+    source = _source(member)
+    if absorb:
+        source = source.args[0]  # type: ignore[assignment]
+    numel = source.meta["val"].numel()
+    if bucket.key.kind is CollectiveKind.REDUCE_SCATTER:
+        return made.view(source, [_group_size(bucket), numel // _group_size(bucket)], member.start)
+    if bucket.key.kind is CollectiveKind.ALL_REDUCE:
+        order = storage_order(member.start.meta["val"])
+        if order != sorted(order):
+            source = made.compute(aten.permute.default, (source, order), member.start)
+    return made.view(source, [numel], member.start)
+
+
+def storage_order(value: torch.Tensor) -> list[int]:
+    """Dimensions from the outermost to the innermost in memory; ties keep their order."""
+    strides = value.stride()
+    return sorted(range(value.dim()), key=lambda d: (-strides[d], d))
+
+
+def _group_size(bucket: Bucket) -> int:
+    assert bucket.key.group_size is not None
+    return bucket.key.group_size
+
+
+def _launch(
+    made: _Recorder, member: fx.Node, buffer: fx.Node, donor: fx.Node, bucket: Bucket
+) -> fx.Node:
+    value = buffer.meta["val"]
+    numel = value.numel()
+    if bucket.key.kind is CollectiveKind.ALL_GATHER:
+        numel *= _group_size(bucket)
+    elif bucket.key.kind is CollectiveKind.REDUCE_SCATTER:
+        numel //= _group_size(bucket)
+    result = value.new_empty([numel])
+    return made.call(
+        collective_op(member, coalesced=False), merged_arguments(member, buffer), donor, result
+    )
+
+
+def _copy_out(
+    made: _Recorder, wait: fx.Node, members: Sequence[Collective], bucket: Bucket
+) -> list[fx.Node]:
+    """Each member's result in its own storage: one split with copies, then views."""
+    sizes = [m.start.meta["val"].numel() for m in members]
+    gather = bucket.key.kind is CollectiveKind.ALL_GATHER
+    source = wait
+    if gather:
+        size = _group_size(bucket)
+        sizes = [n // size for n in sizes]
+        source = made.view(wait, [size, sum(sizes)], wait)
+    split = made.compute(
+        aten.split_with_sizes_copy.default, (source, sizes, 1 if gather else 0), wait
+    )
+    outputs: list[fx.Node] = []
+    for place, member in enumerate(members):
+        part = made.call(
+            operator.getitem, (split, place), member.waits[0], split.meta["val"][place]
+        )
+        outputs.append(_shaped(made, part, member))
+    return outputs
+
+
+def _shaped(made: _Recorder, part: fx.Node, member: Collective) -> fx.Node:
+    """The flat part with the member's shape and strides."""
+    value = member.start.meta["val"]
+    order = storage_order(value)
+    if member.kind is not CollectiveKind.ALL_REDUCE or order == sorted(order):
+        return made.view(part, list(value.shape), member.waits[0])
+    part = made.view(part, [value.shape[d] for d in order], member.waits[0])
+    inverse = [order.index(d) for d in range(len(order))]
+    return made.compute(aten.permute.default, (part, inverse), member.waits[0])
+
+
+def _replace(
+    emitter: Emitter,
+    members: Sequence[Collective],
+    outputs: Sequence[fx.Node],
+    start: fx.Node,
+    wait: fx.Node,
+) -> dict[fx.Node, fx.Node]:
+    """Hands the members' uses over and erases their starts and waits.
+
+    A view between start and wait stays, now reading the finished result.
+    """
+    replaced: dict[fx.Node, fx.Node] = {}
+    for member, output in zip(members, outputs, strict=True):
+        member.start.replace_all_uses_with(output)
+        for old_wait in member.waits:
+            source = wait_source(old_wait)
+            assert source is not None and (source is output or is_view(source))
+            old_wait.replace_all_uses_with(source)
+            emitter.erase([old_wait])
+            replaced[old_wait] = wait
+        replaced[member.start] = start
+        emitter.erase([member.start])
+    return replaced

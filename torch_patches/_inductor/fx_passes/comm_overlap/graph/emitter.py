@@ -1,0 +1,122 @@
+"""Creates FX nodes with complete metadata, for the two merge forms."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    COLLECTIVE_NAMESPACES,
+    op_name,
+    op_namespace,
+)
+
+#: Metadata that describes the donor's own value or arguments, hence not handed on.
+_OWN_METADATA = frozenset({"val", "eager_input_vals", "tensor_meta", "example_value"})
+
+
+@dataclass(frozen=True, eq=False)
+class Merged:
+    """Nodes that replaced a bucket's members.
+
+    Args:
+        start: the merged collective.
+        start_nodes: copies in and the start, in order.
+        replaced: erased node -> the node that took its place, for ordering constraints.
+        wait_nodes: what belongs at the first wait: the merged wait and copies out.
+        in_place_of: new node -> the erased node at whose place it belongs.
+    """
+
+    start: fx.Node
+    start_nodes: tuple[fx.Node, ...]
+    replaced: dict[fx.Node, fx.Node]
+    wait_nodes: tuple[fx.Node, ...] = ()
+    in_place_of: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+
+class Emitter:
+    """Creates nodes at the end of the graph; their place is decided afterwards."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self._output = next(iter(reversed(graph.nodes)))
+
+    def call(
+        self,
+        target: Callable[..., object],
+        args: tuple[Any, ...],
+        donor: fx.Node,
+        value: object,
+        kwargs: dict[str, Any] | None = None,
+    ) -> fx.Node:
+        """A call node with ``value`` as its fake result and the donor's other metadata."""
+        with self.graph.inserting_before(self._output):
+            node = self.graph.call_function(target, args, kwargs or {})
+        node.meta.update({k: v for k, v in donor.meta.items() if k not in _OWN_METADATA})
+        node.meta["val"] = value
+        return node
+
+    def compute(
+        self,
+        target: Callable[..., object],
+        args: tuple[Any, ...],
+        donor: fx.Node,
+        kwargs: dict[str, Any] | None = None,
+    ) -> fx.Node:
+        """A call node whose fake result is found by running the op on its fake arguments."""
+        values = fx.node.map_arg(args, lambda n: n.meta["val"])
+        with fake_mode_of(values):
+            value = target(*values, **(kwargs or {}))
+        return self.call(target, args, donor, value, kwargs)
+
+    def erase(self, nodes: Sequence[fx.Node]) -> None:
+        """Erases nodes that nobody reads any more, users first."""
+        for node in nodes:
+            self.graph.erase_node(node)
+
+
+def fake_mode_of(values: object) -> contextlib.AbstractContextManager[object]:
+    """The mode that the first fake tensor in ``values`` belongs to, as a context."""
+    for value in _flatten(values):
+        mode = getattr(value, "fake_mode", None)
+        if mode is not None:
+            return mode  # type: ignore[no-any-return]
+    return contextlib.nullcontext()
+
+
+def _flatten(values: object) -> list[object]:
+    if isinstance(values, (list, tuple)):
+        return [leaf for item in values for leaf in _flatten(item)]
+    return [values]
+
+
+def collective_op(start: fx.Node, *, coalesced: bool) -> torch._ops.OpOverload:
+    """The op to launch for a bucket: that of a member, in its namespace, or its coalesced form."""
+    assert op_namespace(start.target) in COLLECTIVE_NAMESPACES
+    name = f"{op_name(start.target)}{'_coalesced' if coalesced else ''}"
+    namespace = getattr(torch.ops, str(op_namespace(start.target)))
+    op = getattr(namespace, name).default
+    assert isinstance(op, torch._ops.OpOverload)
+    return op
+
+
+def merged_arguments(start: fx.Node, payload: Any) -> tuple[Any, ...]:
+    """Arguments of a member with its payload replaced; keyword arguments become positional."""
+    assert isinstance(start.target, torch._ops.OpOverload)
+    names = [a.name for a in start.target._schema.arguments]
+    rest = [
+        *start.args[1:],
+        *(start.kwargs[n] for n in names[len(start.args) :] if n in start.kwargs),
+    ]
+    return (payload, *rest)
+
+
+def mark(start: fx.Node, index: int, members: int) -> None:
+    """Marks a merged collective so that no pass merges it again."""
+    start.meta[BUCKET_MARK] = {"bucket": index, "members": members}

@@ -1,0 +1,154 @@
+"""Small questions about single FX nodes: which op is it, does it work, does it alias?
+
+A *working* node launches something.  Views, aliases and slices that keep everything do not; they
+are skipped in positions so that two ranks which differ only by such nodes agree.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+import torch.fx as fx
+
+COLLECTIVE_NAMESPACES = ("_c10d_functional", "c10d_functional")
+
+_NO_OP_NAMES = frozenset({"alias", "detach", "view", "_unsafe_view", "reshape", "lift_fresh"})
+_VIEW_NAMES = _NO_OP_NAMES | frozenset(
+    {
+        "as_strided",
+        "diagonal",
+        "expand",
+        "narrow",
+        "permute",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "squeeze",
+        "t",
+        "transpose",
+        "unbind",
+        "unsqueeze",
+        "unfold",
+        "view_as_complex",
+        "view_as_real",
+        "real",
+        "imag",
+    }
+)
+_CAST_NAMES = frozenset({"_to_copy", "convert_element_type", "to"})
+
+
+def op_namespace(target: object) -> str | None:
+    """``aten`` for ``torch.ops.aten.mm.default``; None for anything but an op overload."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace
+    return None
+
+
+def op_name(target: object) -> str | None:
+    """``mm`` for ``torch.ops.aten.mm.default``; None for anything but an op overload."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::", 1)[1]
+    return None
+
+
+def _is_compute_op_in(node: fx.Node, names: frozenset[str]) -> bool:
+    return op_namespace(node.target) in ("aten", "prims") and op_name(node.target) in names
+
+
+def is_view(node: fx.Node) -> bool:
+    """The result shares its first argument's storage (also ``getitem``, which hands out a part)."""
+    return node.target is operator.getitem or _is_compute_op_in(node, _VIEW_NAMES)
+
+
+def is_cast(node: fx.Node) -> bool:
+    """A change of dtype (or of device or layout) of one tensor."""
+    return _is_compute_op_in(node, _CAST_NAMES)
+
+
+def is_full_slice(node: fx.Node) -> bool:
+    """A slice that keeps its whole input, judged without adding a guard."""
+    if not _is_compute_op_in(node, frozenset({"slice"})):
+        return False
+    source = node.args[0]
+    before = source.meta.get("val") if isinstance(source, fx.Node) else None
+    after = node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    return same_sizes(before.shape, after.shape)
+
+
+def same_sizes(a: torch.Size, b: torch.Size) -> bool:
+    """Equal as expressions; symbols are compared by text of structure, never guarded on."""
+    if len(a) != len(b):
+        return False
+    return all(_same_size(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _same_size(x: int | torch.SymInt, y: int | torch.SymInt) -> bool:
+    if isinstance(x, torch.SymInt) and isinstance(y, torch.SymInt):
+        return x.node.expr == y.node.expr
+    return isinstance(x, int) and isinstance(y, int) and x == y
+
+
+def does_work(node: fx.Node) -> bool:
+    """False for placeholders, outputs, attributes, aliases, views, detaches and full slices."""
+    if node.op in ("placeholder", "output", "get_attr"):
+        return False
+    return not (_is_compute_op_in(node, _NO_OP_NAMES) or is_full_slice(node))
+
+
+def working_positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Number of working nodes before each node, for the whole graph; linear."""
+    positions: dict[fx.Node, int] = {}
+    count = 0
+    for node in graph.nodes:
+        positions[node] = count
+        count += does_work(node)
+    return positions
+
+
+def is_control_deps(node: fx.Node) -> bool:
+    """The higher-order op that orders a node behind others for Inductor."""
+    target = node.target
+    return isinstance(target, torch._ops.HigherOrderOperator) and target.name() == "control_deps"
+
+
+def wrapped_node(node: fx.Node) -> fx.Node | None:
+    """The single op inside a ``control_deps`` node, or None."""
+    if not is_control_deps(node) or len(node.args) < 2:
+        return None
+    attribute = node.args[1]
+    owner = node.graph.owning_module
+    if not isinstance(attribute, fx.Node) or owner is None:
+        return None
+    module: object = owner
+    for part in str(attribute.target).split("."):
+        module = getattr(module, part, None)
+    if not isinstance(module, fx.GraphModule):
+        return None
+    calls = [n for n in module.graph.nodes if n.op == "call_function"]
+    return calls[0] if len(calls) == 1 else None
+
+
+def wait_source(node: fx.Node) -> fx.Node | None:
+    """What a wait node (also one inside ``control_deps``) waits for; None for other nodes."""
+    inner = wrapped_node(node)
+    target = inner.target if inner is not None else node.target
+    if op_namespace(target) not in COLLECTIVE_NAMESPACES or op_name(target) != "wait_tensor":
+        return None
+    source = node.args[0] if inner is None else (node.args[2] if len(node.args) > 2 else None)
+    return source if isinstance(source, fx.Node) else None
+
+
+def tensors_of(value: object) -> Iterator[torch.Tensor]:
+    """Tensors in a node's ``meta["val"]``: itself, or those of a list or tuple."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_of(item)

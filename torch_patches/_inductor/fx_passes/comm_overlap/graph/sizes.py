@@ -1,0 +1,48 @@
+"""Bytes of tensors, with symbolic shapes kept symbolic and never guarded on.
+
+A symbolic size enters a decision only through :data:`SYMBOLIC_DIM_FALLBACK`, which is equal on all
+ranks whatever their hints are; hints are for reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+#: Every free symbol counts as this many elements when a decision needs a number.
+SYMBOLIC_DIM_FALLBACK = 4096
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int | torch.SymInt:
+    """Bytes of the elements of ``tensor``; symbolic where its shape is."""
+    return tensor.numel() * tensor.element_size()
+
+
+def total_bytes(tensors: Iterable[torch.Tensor]) -> int | torch.SymInt:
+    """Sum of :func:`tensor_bytes`."""
+    total: int | torch.SymInt = 0
+    for tensor in tensors:
+        total = total + tensor_bytes(tensor)
+    return total
+
+
+def decision_bytes(size: int | torch.SymInt) -> int:
+    """``size`` with each symbol replaced by the fallback: the only form a decision may read."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    symbols = sorted(expression.free_symbols, key=str)
+    return max(int(expression.subs(dict.fromkeys(symbols, SYMBOLIC_DIM_FALLBACK))), 0)
+
+
+def report_bytes(size: int | torch.SymInt) -> int:
+    """``size`` by its hint, for people to read; the fallback where there is no hint."""
+    if isinstance(size, torch.SymInt) and size.node.has_hint():
+        return int(size.node.hint)
+    return decision_bytes(size)
+
+
+def has_symbols(tensor: torch.Tensor) -> bool:
+    """Some dimension or stride of ``tensor`` is symbolic."""
+    return any(isinstance(n, torch.SymInt) for n in (*tensor.shape, *tensor.stride()))

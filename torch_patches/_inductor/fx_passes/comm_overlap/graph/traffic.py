@@ -1,0 +1,91 @@
+"""What a collective carries, judged by structure alone: parameters, gradients or something else.
+
+    parameter:  placeholder -> cast/view/pad/slice/gather ... -> all-gather
+    gradient:   reduce-scatter or all-reduce -> wait -> cast/view/slice/scale/reduce ... -> output
+
+A collective on anything else (activations of tensor parallelism, expert routing) sits on the
+critical path; merging it would move compute.  Structure cannot tell a saved activation from a
+parameter; tags from the joint graph can, and take precedence where they exist.
+"""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    COLLECTIVE_NAMESPACES,
+    is_cast,
+    is_view,
+    op_name,
+    op_namespace,
+    tensors_of,
+    wrapped_node,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind, Traffic
+
+_COPIES = frozenset({"clone", "contiguous", "constant_pad_nd", "cat", "split_with_sizes_copy"})
+
+
+def _passes_through(node: fx.Node) -> bool:
+    """Rearranges or casts what it is given, or communicates it; computes nothing."""
+    target = (wrapped_node(node) or node).target
+    if op_namespace(target) in COLLECTIVE_NAMESPACES:
+        return True
+    if is_view(node) or is_cast(node):
+        return True
+    return op_namespace(target) in ("aten", "prims") and op_name(target) in _COPIES
+
+
+def _finishes_gradient(node: fx.Node) -> bool:
+    """May stand between a gradient's reduction and the output: also scaling by a number or an
+    input, and adding another gradient (accumulation, a tied parameter)."""
+    if _passes_through(node):
+        return True
+    name = op_name(node.target) if op_namespace(node.target) == "aten" else None
+    if name in ("mul", "div"):
+        inputs = node.all_input_nodes
+        return len(inputs) == 1 or any(n.op == "placeholder" for n in inputs)
+    return name == "add"
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return next(tensors_of(node.meta.get("val")), None) is not None
+
+
+class TrafficFinder:
+    """Two linear sweeps over a graph, then constant-time answers."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._origin: dict[fx.Node, fx.Node | None] = {}
+        self._terminal: dict[fx.Node, bool] = {}
+        for node in graph.nodes:
+            self._origin[node] = self._find_origin(node)
+        for node in reversed(graph.nodes):
+            self._terminal[node] = self._ends_in_output(node)
+
+    def _find_origin(self, node: fx.Node) -> fx.Node | None:
+        """The one tensor placeholder that ``node`` is a rearrangement of, or None."""
+        if node.op == "placeholder":
+            return node if _is_tensor(node) else None
+        if node.op != "call_function" or not _passes_through(node):
+            return None
+        inputs = [n for n in node.all_input_nodes if _is_tensor(n)]
+        origins = list(dict.fromkeys(self._origin[n] for n in inputs))
+        return origins[0] if len(origins) == 1 else None
+
+    def _ends_in_output(self, node: fx.Node) -> bool:
+        return bool(node.users) and all(
+            user.op == "output" or (_finishes_gradient(user) and self._terminal[user])
+            for user in node.users
+        )
+
+    def of(self, start: fx.Node, kind: CollectiveKind, waits: tuple[fx.Node, ...]) -> Traffic:
+        """Traffic of the collective that ``start`` launches."""
+        if kind is CollectiveKind.ALL_GATHER:
+            payload = [n for n in start.all_input_nodes if _is_tensor(n)]
+            derived = bool(payload) and all(self._origin[n] is not None for n in payload)
+            return Traffic.PARAMETER if derived else Traffic.OTHER
+        if kind in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE):
+            ends = bool(waits) and all(self._terminal[w] for w in waits)
+            return Traffic.GRADIENT if ends else Traffic.OTHER
+        return Traffic.OTHER

@@ -1,0 +1,128 @@
+"""The pass list, seen whole, and the entry points that run it.
+
+    joint graph:      nothing yet (tags come with pre-overlap bucketing)
+    post-grad graph:  collect -> topo_span -> check -> apply -> report
+
+``run_joint`` and ``run_post_grad`` are what Inductor calls; ``optimize_graph`` runs the same on one
+GraphModule.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.fx as fx
+
+from torch_patches._inductor.fx_passes.comm_overlap.check import check_plan
+from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
+from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
+from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
+from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import plan_topo_span
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, Plan, Skeleton
+from torch_patches._inductor.fx_passes.comm_overlap.report import (
+    Before,
+    Report,
+    build_report,
+    describe_bucket,
+    emit_report,
+    failure_report,
+)
+
+log = logging.getLogger(__name__)
+
+#: Set to 1 to raise instead of leaving a graph untouched; the test-suite does.
+STRICT_VARIABLE = "TORCH_PATCHES_STRICT"
+
+#: Causes local to one rank: swallowing them there would change one rank's schedule and hang the job.
+RANK_LOCAL_ERRORS = (OSError, MemoryError, RecursionError)
+
+Planner = Callable[[Skeleton, AugmentedGraph[fx.Node], Options], Plan]
+
+#: bucketing_mode -> what decides.  "none" runs nothing.
+PLANNERS: dict[str, Planner] = {"topo_span": plan_topo_span}
+
+
+def run_joint(graph: fx.Graph, options: Options) -> None:
+    """Passes over the joint graph: none so far."""
+
+
+def run_post_grad(graph: fx.Graph, options: Options) -> Report | None:
+    """Buckets the collectives of a forward or backward graph, in place.
+
+    Returns:
+        The report, or None where there is nothing to do (mode "none", no collectives).
+
+    Raises:
+        OSError, MemoryError, RecursionError: causes local to this rank.  Any other failure leaves
+            the graph as it was and warns once.
+    """
+    planner = PLANNERS.get(options.bucketing_mode)
+    if planner is None:
+        return None
+    snapshot: Snapshot | None = None
+    before: Before | None = None
+    try:
+        skeleton = collect(graph)
+        if not skeleton.collectives:
+            return None
+        before = Before.of(graph, skeleton)
+        plan = planner(skeleton, contract(graph, skeleton), options)
+        plan = check_plan(skeleton, contract(graph, skeleton), plan)
+        buckets = [describe_bucket(bucket) for bucket in plan.buckets]
+        after = skeleton
+        if plan.buckets:
+            snapshot = Snapshot(graph)
+            apply_plan(graph, skeleton, plan)
+            graph.lint()
+            after = collect(graph)
+        report = build_report(options, before, buckets, plan, graph, after)
+    except RANK_LOCAL_ERRORS:
+        raise
+    except Exception as error:
+        if os.environ.get(STRICT_VARIABLE) == "1":
+            raise
+        if snapshot is not None:
+            snapshot.restore()
+        _warn_untouched(f"{type(error).__name__}: {error}")
+        if before is None:
+            return None
+        report = failure_report(options, before, f"{type(error).__name__}: {error}")
+    emit_report(report)
+    return report
+
+
+@functools.cache
+def _warn_untouched(reason: str) -> None:
+    """Once per reason; a retried compile does not repeat it."""
+    log.warning(
+        "torch_patches left a graph as it was, because bucketing it failed (%s). "
+        'aten_distributed_optimizations.bucketing_mode = "none" turns bucketing off; '
+        "%s=1 raises with the full trace.",
+        reason,
+        STRICT_VARIABLE,
+    )
+
+
+def optimize_graph(gm: fx.GraphModule, options: Options) -> Report:
+    """Runs the pipeline on one GraphModule and recompiles it; see ``torch_patches.optimize_graph``."""
+    report = run_post_grad(gm.graph, options)
+    gm.recompile()
+    return report if report is not None else Report(options.bucketing_mode, {}, {}, (), ())
+
+
+@functools.cache
+def source_digest() -> str:
+    """Hash of every source file of the package; part of Inductor's cache key."""
+    root = Path(__file__).parents[3]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,267 @@
+"""What was done to a graph: a plain object, one log line, counters and a trace artifact."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+import torch.fx as fx
+
+from torch_patches._inductor.fx_passes.comm_overlap.graph.metrics import (
+    displaced_share,
+    max_consecutive_compute_between_reduce_scatters,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import tensors_of
+from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import report_bytes
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    Bucket,
+    CloseReason,
+    Collective,
+    Options,
+    Plan,
+    Refusal,
+    Skeleton,
+)
+
+log = logging.getLogger(__name__)
+
+__all__ = [
+    "BucketReport",
+    "GroupReport",
+    "Report",
+    "build_report",
+    "emit_report",
+    "max_consecutive_compute_between_reduce_scatters",
+]
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """Collectives of one kind on one process group."""
+
+    kind: str
+    group: str
+    count: int
+    size_bytes: int
+    bytes_by_dtype: dict[str, int]
+
+
+@dataclass(frozen=True)
+class BucketReport:
+    """One bucket: what it is, what is in it, how far its members stood apart, why it closed."""
+
+    kind: str
+    group: str
+    dtype: str
+    reduce_op: str | None
+    form: str
+    members: tuple[str, ...]
+    size_bytes: int
+    span: int
+    close_reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a pipeline run did to one graph.
+
+    Args:
+        mode: the bucketing mode that ran.
+        collectives_before, collectives_after: launches by kind.
+        groups_before, groups_after: the same by kind and group, with bytes by dtype.
+        buckets: every bucket made.
+        refusals: every collective or bucket that was not merged, with the reason.
+        max_span: the largest span of a bucket, in working nodes.
+        max_topo_span: its bound, None if there was none.
+        closes: buckets by the reason that closed them.
+        displaced_share: share of surviving call_function nodes that moved, 0 to 1.
+        max_consecutive_compute_before, max_consecutive_compute_after: see
+            ``max_consecutive_compute_between_reduce_scatters``.
+        identification: what told parameters from activations.
+        operations: counted work of the search.
+        schedule_hash: equal on two ranks exactly if they launch the same collectives in the same
+            order; compare it offline when a job hangs.
+        failure: why the graph was left as it was, or None.
+    """
+
+    mode: str
+    collectives_before: dict[str, int]
+    collectives_after: dict[str, int]
+    groups_before: tuple[GroupReport, ...]
+    groups_after: tuple[GroupReport, ...]
+    buckets: tuple[BucketReport, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    max_span: int = 0
+    max_topo_span: int | None = None
+    closes: dict[str, int] = field(default_factory=dict)
+    displaced_share: float = 0.0
+    max_consecutive_compute_before: int = 0
+    max_consecutive_compute_after: int = 0
+    identification: str = "structure"
+    operations: int = 0
+    schedule_hash: str = ""
+    failure: str | None = None
+
+    def to_json(self) -> str:
+        """The whole report as JSON; refusal reasons as their sentences."""
+        return json.dumps(asdict(self), default=lambda value: value.value, indent=1)
+
+    def summary(self) -> str:
+        """One line for the log."""
+        merged = sum(len(b.members) for b in self.buckets)
+        closes = ", ".join(f"{self.closes.get(r.value, 0)} by {r.value}" for r in CloseReason)
+        return (
+            f"comm_overlap {self.mode}: {len(self.buckets)} buckets of {merged} collectives, "
+            f"launches {_counts(self.collectives_before)} -> {_counts(self.collectives_after)}, "
+            f"max span {self.max_span} (bound {self.max_topo_span}), closed {closes}, "
+            f"max consecutive compute between reduce-scatters "
+            f"{self.max_consecutive_compute_before} -> {self.max_consecutive_compute_after}, "
+            f"{self.displaced_share:.1%} of nodes displaced"
+        )
+
+
+def _counts(by_kind: dict[str, int]) -> str:
+    return " ".join(f"{kind}={count}" for kind, count in by_kind.items()) or "none"
+
+
+@dataclass(frozen=True, eq=False)
+class Before:
+    """What a report needs from the graph before it changes."""
+
+    nodes: tuple[fx.Node, ...]
+    max_consecutive_compute: int
+    launches: dict[str, int]
+    groups: tuple[GroupReport, ...]
+
+    @staticmethod
+    def of(graph: fx.Graph, skeleton: Skeleton) -> Before:
+        return Before(
+            tuple(graph.nodes),
+            max_consecutive_compute_between_reduce_scatters(graph),
+            count_launches(skeleton.collectives),
+            summarize_groups(skeleton.collectives),
+        )
+
+
+def count_launches(collectives: Sequence[Collective]) -> dict[str, int]:
+    """Launches by kind, in order of first appearance; a bucket is one launch."""
+    return dict(Counter(c.kind.value for c in collectives))
+
+
+def summarize_groups(collectives: Sequence[Collective]) -> tuple[GroupReport, ...]:
+    """Counts and bytes by kind and group."""
+    by_group: dict[tuple[str, str], list[Collective]] = {}
+    for collective in collectives:
+        by_group.setdefault((collective.kind.value, collective.group), []).append(collective)
+    return tuple(
+        GroupReport(
+            kind, group, len(members), sum(c.size_bytes for c in members), _bytes_by_dtype(members)
+        )
+        for (kind, group), members in by_group.items()
+    )
+
+
+def _bytes_by_dtype(collectives: Sequence[Collective]) -> dict[str, int]:
+    result: Counter[str] = Counter()
+    for collective in collectives:
+        dtype = str(collective.key.dtype).removeprefix("torch.") if collective.key else "unknown"
+        larger = max(report_bytes(collective.input_bytes), report_bytes(collective.output_bytes))
+        result[dtype] += larger
+    return dict(result)
+
+
+def describe_bucket(bucket: Bucket) -> BucketReport:
+    """A bucket by names and numbers, without nodes."""
+    return BucketReport(
+        kind=bucket.key.kind.value,
+        group=bucket.key.group,
+        dtype=str(bucket.key.dtype).removeprefix("torch."),
+        reduce_op=bucket.key.reduce_op,
+        form=bucket.form.value,
+        members=tuple(member.start.name for member in bucket.members),
+        size_bytes=bucket.size_bytes,
+        span=bucket.span,
+        close_reason=bucket.close_reason.value,
+    )
+
+
+def schedule_hash(skeleton: Skeleton) -> str:
+    """Hash of the launches in order: kind, group, dtype, reduce op and payload shapes."""
+    digest = hashlib.sha256()
+    for collective in skeleton.collectives:
+        shapes = [[str(n) for n in t.shape] for t in tensors_of(collective.start.meta.get("val"))]
+        digest.update(repr((collective.kind.value, str(collective.key), shapes)).encode())
+    return digest.hexdigest()[:16]
+
+
+def build_report(
+    options: Options,
+    before: Before,
+    buckets: Sequence[BucketReport],
+    plan: Plan,
+    graph: fx.Graph,
+    after: Skeleton,
+) -> Report:
+    """Assembles the report of a run whose plan has been applied to ``graph``."""
+    return Report(
+        mode=options.bucketing_mode,
+        collectives_before=before.launches,
+        collectives_after=count_launches(after.collectives),
+        groups_before=before.groups,
+        groups_after=summarize_groups(after.collectives),
+        buckets=tuple(buckets),
+        refusals=plan.refusals,
+        max_span=max((b.span for b in buckets), default=0),
+        max_topo_span=options.max_topo_span,
+        closes=dict(Counter(b.close_reason for b in buckets)),
+        displaced_share=displaced_share(before.nodes, tuple(graph.nodes)),
+        max_consecutive_compute_before=before.max_consecutive_compute,
+        max_consecutive_compute_after=max_consecutive_compute_between_reduce_scatters(graph),
+        operations=plan.operations,
+        schedule_hash=schedule_hash(after),
+    )
+
+
+def failure_report(options: Options, before: Before, reason: str) -> Report:
+    """The report of a run that left the graph as it was."""
+    return Report(
+        mode=options.bucketing_mode,
+        collectives_before=before.launches,
+        collectives_after=before.launches,
+        groups_before=before.groups,
+        groups_after=before.groups,
+        max_topo_span=options.max_topo_span,
+        failure=reason,
+    )
+
+
+def emit_report(report: Report) -> None:
+    """One INFO line, counters in ``counters["inductor"]`` and a ``trace_structured`` artifact.
+
+    Counters add up over graphs, except those named ``max``, which keep the largest.
+    """
+    from torch._dynamo.utils import counters
+    from torch._logging import trace_structured
+
+    log.info("%s", report.summary())
+    counts = counters["inductor"]
+    counts["comm_overlap_graphs"] += 1
+    counts["comm_overlap_buckets"] += len(report.buckets)
+    counts["comm_overlap_bucket_members"] += sum(len(b.members) for b in report.buckets)
+    for reason, count in report.closes.items():
+        counts[f"comm_overlap_closed_by_{reason}"] += count
+    for name, value in (
+        ("max_span", report.max_span),
+        ("max_consecutive_compute_before", report.max_consecutive_compute_before),
+        ("max_consecutive_compute_after", report.max_consecutive_compute_after),
+    ):
+        counts[f"comm_overlap_{name}"] = max(counts[f"comm_overlap_{name}"], value)
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "comm_overlap_report", "encoding": "json"},
+        payload_fn=report.to_json,
+    )
