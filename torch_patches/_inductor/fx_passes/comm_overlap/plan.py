@@ -54,7 +54,7 @@ class RefusalReason(enum.Enum):
     WRAPPED = "it sits inside a control_deps region"
     NO_WAIT = "its result is never waited for"
     USED_BEFORE_WAIT = "its result is used by something other than a wait"
-    UNSUPPORTED_LAYOUT = "its input or output is not a plain strided tensor"
+    UNSUPPORTED_LAYOUT = "its tensors are not plain strided ones with a contiguous result"
     NO_METADATA = "its node carries no tensor metadata"
     NOT_PARAMETER_TRAFFIC = "it carries neither a parameter nor a gradient"
     NOT_PRIMARY_GROUP = "primary_fsdp_group_only is set and its group is not the primary one"

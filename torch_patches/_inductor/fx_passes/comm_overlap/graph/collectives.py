@@ -34,6 +34,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import (
     decision_bytes,
     has_symbols,
+    known_contiguous,
     total_bytes,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import TrafficFinder
@@ -263,7 +264,8 @@ def _refusal(
         return RefusalReason.COALESCED_IN_INPUT
     if not inputs or not outputs:
         return RefusalReason.NO_METADATA
-    if any(t.layout is not torch.strided for t in (*inputs, *outputs)):
+    strided = all(t.layout is torch.strided for t in (*inputs, *outputs))
+    if not strided or not all(known_contiguous(t) for t in outputs):
         return RefusalReason.UNSUPPORTED_LAYOUT
     if not waits:
         return RefusalReason.NO_WAIT

@@ -55,8 +55,30 @@ _PURE_HIGHER_ORDER = frozenset(
 _RANDOM_HIGHER_ORDER = frozenset(
     {"run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"}
 )
-_PURE_MODULES = ("_operator", "operator", "math", "builtins", "torch")
-_MUTATING_FUNCTIONS = frozenset({"setitem", "delitem"})
+_PURE_MODULE_PREFIXES = ("torch.fx.", "torch.utils._sympy.")
+_PURE_BUILTINS = frozenset(
+    {"abs", "bool", "float", "getattr", "int", "len", "max", "min", "pow", "round", "sum"}
+)
+_MUTATING_FUNCTIONS = frozenset(
+    {
+        "setitem",
+        "delitem",
+        "iadd",
+        "iand",
+        "iconcat",
+        "ifloordiv",
+        "ilshift",
+        "imatmul",
+        "imod",
+        "imul",
+        "ior",
+        "ipow",
+        "irshift",
+        "isub",
+        "itruediv",
+        "ixor",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -159,32 +181,16 @@ def _subgraph_nodes(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _classify_function(target: object) -> BarrierKind | None:
-    module = str(getattr(target, "__module__", "") or "").split(".", 1)[0]
+    """Arithmetic on sizes is pure; any other Python function may do anything."""
+    module = str(getattr(target, "__module__", "") or "")
     name = str(getattr(target, "__name__", ""))
-    in_place = module in ("_operator", "operator") and (
-        name in _MUTATING_FUNCTIONS or (name.startswith("i") and name in _IN_PLACE_OPERATORS)
-    )
-    return None if module in _PURE_MODULES and not in_place else BarrierKind.EFFECT
-
-
-_IN_PLACE_OPERATORS = frozenset(
-    [
-        "iadd",
-        "iand",
-        "iconcat",
-        "ifloordiv",
-        "ilshift",
-        "imatmul",
-        "imod",
-        "imul",
-        "ior",
-        "ipow",
-        "irshift",
-        "isub",
-        "itruediv",
-        "ixor",
-    ]
-)
+    if module in ("_operator", "operator"):
+        pure = name not in _MUTATING_FUNCTIONS
+    elif module == "builtins":
+        pure = name in _PURE_BUILTINS
+    else:
+        pure = module in ("math", "torch") or module.startswith(_PURE_MODULE_PREFIXES)
+    return None if pure else BarrierKind.EFFECT
 
 
 def _random_order(barriers: list[Barrier]) -> Iterator[tuple[fx.Node, fx.Node]]:

@@ -14,7 +14,10 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import (
     mark,
     merged_arguments,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Bucket
+from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import known_contiguous
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Bucket, Collective, CollectiveKind
+
+aten = torch.ops.aten
 
 
 def emit_coalesced(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
@@ -25,8 +28,8 @@ def emit_coalesced(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
     """
     members = [bucket.members[i] for i in bucket.payload_order]
     starts = [member.start for member in members]
-    views: list[fx.Node] = []
-    payload = [_payload(emitter, start, views) for start in starts]
+    made: list[fx.Node] = []
+    payload = [_payload(emitter, member, made) for member in members]
     merged = emitter.call(
         collective_op(starts[0], coalesced=True),
         merged_arguments(starts[0], payload),
@@ -45,10 +48,29 @@ def emit_coalesced(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
     emitter.erase([*waits, *starts])
     return Merged(
         start=merged,
-        start_nodes=(*views, merged, *parts),
+        start_nodes=(*made, merged, *parts),
         in_place_of={new: old for old, new in waits.items()},
         replaced={**dict.fromkeys(starts, merged), **waits},
     )
+
+
+def _payload(emitter: Emitter, member: Collective, made: list[fx.Node]) -> fx.Node:
+    """The member's input, in the form for which the coalesced op returns what the plain one does.
+
+    A gathered scalar gets a dimension.  The input of an all-reduce is made contiguous: the plain
+    op always returns a contiguous tensor, the coalesced one keeps the input's strides.
+    """
+    source = member.start.args[0]
+    assert isinstance(source, fx.Node)
+    value = source.meta["val"]
+    if member.kind is CollectiveKind.ALL_REDUCE and not known_contiguous(value):
+        kwargs = {"memory_format": torch.contiguous_format}
+        made.append(emitter.compute(aten.clone.default, (source,), member.start, kwargs))
+        return made[-1]
+    if member.kind is CollectiveKind.ALL_GATHER and value.dim() == 0:
+        made.append(emitter.compute(aten.view.default, (source, [1]), member.start))
+        return made[-1]
+    return source
 
 
 def _renew(emitter: Emitter, wait: fx.Node) -> fx.Node:
@@ -56,14 +78,3 @@ def _renew(emitter: Emitter, wait: fx.Node) -> fx.Node:
     new = emitter.call(wait.target, wait.args, wait, wait.meta.get("val"))  # type: ignore[arg-type]
     wait.replace_all_uses_with(new)
     return new
-
-
-def _payload(emitter: Emitter, start: fx.Node, views: list[fx.Node]) -> fx.Node:
-    """The member's input; a scalar gets a dimension, which the coalesced ops need."""
-    source = start.args[0]
-    assert isinstance(source, fx.Node)
-    if source.meta["val"].dim() or start.meta["val"].dim() == 0:
-        return source
-    view = emitter.compute(torch.ops.aten.view.default, (source, [1]), start)
-    views.append(view)
-    return view

@@ -147,17 +147,7 @@ def _flat_part(made: _Recorder, member: Collective, absorb: bool, bucket: Bucket
     numel = source.meta["val"].numel()
     if bucket.key.kind is CollectiveKind.REDUCE_SCATTER:
         return made.view(source, [_group_size(bucket), numel // _group_size(bucket)], member.start)
-    if bucket.key.kind is CollectiveKind.ALL_REDUCE:
-        order = storage_order(member.start.meta["val"])
-        if order != sorted(order):
-            source = made.compute(aten.permute.default, (source, order), member.start)
     return made.view(source, [numel], member.start)
-
-
-def storage_order(value: torch.Tensor) -> list[int]:
-    """Dimensions from the outermost to the innermost in memory; ties keep their order."""
-    strides = value.stride()
-    return sorted(range(value.dim()), key=lambda d: (-strides[d], d))
 
 
 def _group_size(bucket: Bucket) -> int:
@@ -199,19 +189,9 @@ def _copy_out(
         part = made.call(
             operator.getitem, (split, place), member.waits[0], split.meta["val"][place]
         )
-        outputs.append(_shaped(made, part, member))
+        shape = list(member.start.meta["val"].shape)
+        outputs.append(made.view(part, shape, member.waits[0]))
     return outputs
-
-
-def _shaped(made: _Recorder, part: fx.Node, member: Collective) -> fx.Node:
-    """The flat part with the member's shape and strides."""
-    value = member.start.meta["val"]
-    order = storage_order(value)
-    if member.kind is not CollectiveKind.ALL_REDUCE or order == sorted(order):
-        return made.view(part, list(value.shape), member.waits[0])
-    part = made.view(part, [value.shape[d] for d in order], member.waits[0])
-    inverse = [order.index(d) for d in range(len(order))]
-    return made.compute(aten.permute.default, (part, inverse), member.waits[0])
 
 
 def _replace(

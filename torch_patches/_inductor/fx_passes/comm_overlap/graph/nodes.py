@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import torch
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import expression_of
+
 COLLECTIVE_NAMESPACES = ("_c10d_functional", "c10d_functional")
 
 _NO_OP_NAMES = frozenset({"alias", "detach", "view", "_unsafe_view", "reshape", "lift_fresh"})
@@ -83,16 +85,8 @@ def is_full_slice(node: fx.Node) -> bool:
 
 
 def same_sizes(a: torch.Size, b: torch.Size) -> bool:
-    """Equal as expressions; symbols are compared by text of structure, never guarded on."""
-    if len(a) != len(b):
-        return False
-    return all(_same_size(x, y) for x, y in zip(a, b, strict=True))
-
-
-def _same_size(x: int | torch.SymInt, y: int | torch.SymInt) -> bool:
-    if isinstance(x, torch.SymInt) and isinstance(y, torch.SymInt):
-        return x.node.expr == y.node.expr
-    return isinstance(x, int) and isinstance(y, int) and x == y
+    """Equal as expressions; nothing is guarded on."""
+    return [expression_of(n) for n in a] == [expression_of(n) for n in b]
 
 
 def does_work(node: fx.Node) -> bool:

@@ -46,3 +46,20 @@ def report_bytes(size: int | torch.SymInt) -> int:
 def has_symbols(tensor: torch.Tensor) -> bool:
     """Some dimension or stride of ``tensor`` is symbolic."""
     return any(isinstance(n, torch.SymInt) for n in (*tensor.shape, *tensor.stride()))
+
+
+def known_contiguous(tensor: torch.Tensor) -> bool:
+    """Contiguous for every value of its symbols; asking adds no guard."""
+    if not has_symbols(tensor):
+        return tensor.is_contiguous()
+    expected: int | torch.SymInt = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if expression_of(stride) != expression_of(expected):
+            return False
+        expected = expected * size
+    return True
+
+
+def expression_of(size: int | torch.SymInt) -> object:
+    """What two sizes must have in common to be equal whatever the symbols stand for."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size

@@ -41,6 +41,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
 
 #: Candidates that one bucket may put off before it closes; bounds the work on dependent chains.
 MAX_DEFERRALS = 64
+#: Nodes that the quick look for a dependency expands.
+_LOOK_BACK = 8
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def greedy_buckets(
     for candidate in candidates:
         if candidate.key is not None:
             by_key.setdefault(candidate.key, []).append(candidate)
-    before = contracted.operations
+    before, visited = contracted.operations, 0
     buckets: list[Bucket] = []
     reasons = list(refusals)
     for key, members in by_key.items():
@@ -161,8 +163,9 @@ def greedy_buckets(
         run.take(members)
         buckets.extend(run.buckets)
         reasons.extend(run.refusals)
+        visited += run.visited
     buckets.sort(key=lambda b: b.members[0].index)
-    return Plan(tuple(buckets), tuple(reasons), contracted.operations - before)
+    return Plan(tuple(buckets), tuple(reasons), contracted.operations - before + visited)
 
 
 def cap_bytes(cap: BucketCap, bucket_index: int, key: BucketKey) -> int:
@@ -193,6 +196,7 @@ class _KeyRun:
     options: Options
     buckets: list[Bucket] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
+    visited: int = 0
 
     def take(self, candidates: Sequence[Collective]) -> None:
         remaining = list(candidates)
@@ -207,21 +211,42 @@ class _KeyRun:
         self, candidates: list[Collective], cap: int
     ) -> tuple[list[Collective], list[Collective], CloseReason]:
         """Fills one bucket; returns its members, what is left, and why it closed."""
-        members = [candidates[0]]
-        size = candidates[0].size_bytes
+        first = candidates[0]
+        members = [first]
+        size = first.size_bytes
         deferred: list[Collective] = []
+        blockers = {first.start}
         for place, candidate in enumerate(candidates[1:], start=1):
-            reason = self._closes(members[0], candidate, size, cap)
+            reason = self._closes(first, candidate, size, cap)
             if reason is None and len(deferred) >= MAX_DEFERRALS:
                 reason = CloseReason.DEPENDENCY
             if reason is not None:
                 return members, deferred + candidates[place:], reason
-            if self._merge(members[0], candidate):
+            if not self._depends_on(candidate, blockers) and self._merge(first, candidate):
                 members.append(candidate)
                 size += candidate.size_bytes
             else:
                 deferred.append(candidate)
+            # later candidates that depend on this one depend on the bucket or follow it anyway
+            blockers.add(candidate.start)
         return members, deferred, CloseReason.DEPENDENCY if deferred else CloseReason.END
+
+    def _depends_on(self, candidate: Collective, blockers: set[fx.Node]) -> bool:
+        """A short look upwards that finds most dependencies without a search of the whole range.
+
+        A hit proves that the candidate comes after the bucket or after one that was put off; no
+        hit proves nothing, the merge itself is exact.
+        """
+        pending = [candidate.start]
+        for _ in range(_LOOK_BACK):
+            if not pending:
+                break
+            for before in self.contracted.predecessors(pending.pop()):
+                self.visited += 1
+                if before in blockers:
+                    return True
+                pending.append(before)
+        return False
 
     def _closes(
         self, first: Collective, candidate: Collective, size: int, cap: int
