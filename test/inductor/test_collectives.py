@@ -321,7 +321,7 @@ class TestBarriers:
             lambda b, x: b.graph.call_function(c10d.isend.default, (x, 1, 0, "g")),
             lambda b, x: b.graph.call_function(c10d.irecv.default, (x, 1, 0, "g")),
         ],
-        ids="mutating_op void_op method print setitem higher_order isend irecv".split(),
+        ids=["mutating", "void", "method", "print", "setitem", "higher_order", "isend", "irecv"],
     )
     def test_unknown_side_effects_are_barriers(self, build):
         kinds, skeleton = _barriers(build)
@@ -335,7 +335,7 @@ class TestBarriers:
             lambda b, x: b.graph.call_function(operator.add, (1, 2)),
             lambda b, x: b.graph.call_function(aten._assert_async.msg, (x, "m")),
         ],
-        ids="mm scalar assert".split(),
+        ids=["mm", "scalar", "assert"],
     )
     def test_pure_and_local_ops_are_none(self, build):
         kinds, skeleton = _barriers(build)

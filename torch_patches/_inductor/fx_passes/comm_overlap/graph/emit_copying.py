@@ -173,25 +173,38 @@ def _launch(
 def _copy_out(
     made: _Recorder, wait: fx.Node, members: Sequence[Collective], bucket: Bucket
 ) -> list[fx.Node]:
-    """Each member's result in its own storage: one split with copies, then views."""
+    """Each member's result in its own storage: views of the buffer and one foreach copy.
+
+    Inductor fuses the foreach copy into one kernel.  What is copied *into* only gives the layout:
+    for a gather, whose parts are columns, that is a piece of the buffer of the same size.
+    """
     sizes = [m.start.meta["val"].numel() for m in members]
-    gather = bucket.key.kind is CollectiveKind.ALL_GATHER
-    source = wait
-    if gather:
-        size = _group_size(bucket)
-        sizes = [n // size for n in sizes]
-        source = made.view(wait, [size, sum(sizes)], wait)
-    split = made.compute(
-        aten.split_with_sizes_copy.default, (source, sizes, 1 if gather else 0), wait
-    )
+    into = _parts(made, wait, wait, sizes, 0)
+    parts = into
+    if bucket.key.kind is CollectiveKind.ALL_GATHER:
+        rows = _group_size(bucket)
+        columns = [n // rows for n in sizes]
+        into = [made.view(p, [rows, n], wait) for p, n in zip(into, columns, strict=True)]
+        parts = _parts(made, wait, made.view(wait, [rows, sum(columns)], wait), columns, 1)
+    copies = made.compute(aten._foreach_copy.default, (into, parts), wait)
     outputs: list[fx.Node] = []
     for place, member in enumerate(members):
-        part = made.call(
-            operator.getitem, (split, place), member.waits[0], split.meta["val"][place]
-        )
-        shape = list(member.start.meta["val"].shape)
-        outputs.append(made.view(part, shape, member.waits[0]))
+        donor = member.waits[0]
+        part = made.call(operator.getitem, (copies, place), donor, copies.meta["val"][place])
+        outputs.append(made.view(part, list(member.start.meta["val"].shape), donor))
     return outputs
+
+
+def _parts(
+    made: _Recorder, donor: fx.Node, source: fx.Node, sizes: Sequence[int], dim: int
+) -> list[fx.Node]:
+    """Views of consecutive pieces of ``source`` along ``dim``."""
+    split = made.compute(aten.split_with_sizes.default, (source, list(sizes), dim), donor)
+    values = split.meta["val"]
+    return [
+        made.call(operator.getitem, (split, place), donor, value)
+        for place, value in enumerate(values)
+    ]
 
 
 def _replace(

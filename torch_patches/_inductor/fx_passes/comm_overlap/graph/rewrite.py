@@ -7,7 +7,7 @@ Coalesced form, one launch and no copies; each member keeps a wait where it had 
 
 Copying form, one copy node in each direction:
 
-    AG(a) -> W -> ...        =>      cat(a, b) -> AG -> W -> split_with_sizes_copy -> view -> ...
+    AG(a) -> W -> ...        =>      cat(a, b) -> AG -> W -> foreach copy -> view -> ...
 
 Invariants: every member's value, dtype, shape and strides stay; outputs get no new aliasing (the
 copying form copies out); ``meta["val"]`` of each new node is what its op would produce; a new node
