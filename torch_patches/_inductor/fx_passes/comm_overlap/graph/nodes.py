@@ -6,6 +6,7 @@ are skipped in positions so that two ranks which differ only by such nodes agree
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator
 
@@ -44,22 +45,28 @@ _VIEW_NAMES = _NO_OP_NAMES | frozenset(
 _CAST_NAMES = frozenset({"_to_copy", "convert_element_type", "to"})
 
 
+@functools.cache
+def _qualified_name(target: torch._ops.OpOverload) -> tuple[str, str]:
+    """(namespace, name); reading it from the schema is slow, and there are few distinct ops."""
+    namespace, name = target._schema.name.split("::", 1)
+    return namespace, name
+
+
 def op_namespace(target: object) -> str | None:
     """``aten`` for ``torch.ops.aten.mm.default``; None for anything but an op overload."""
-    if isinstance(target, torch._ops.OpOverload):
-        return target.namespace
-    return None
+    return _qualified_name(target)[0] if isinstance(target, torch._ops.OpOverload) else None
 
 
 def op_name(target: object) -> str | None:
     """``mm`` for ``torch.ops.aten.mm.default``; None for anything but an op overload."""
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.split("::", 1)[1]
-    return None
+    return _qualified_name(target)[1] if isinstance(target, torch._ops.OpOverload) else None
 
 
 def _is_compute_op_in(node: fx.Node, names: frozenset[str]) -> bool:
-    return op_namespace(node.target) in ("aten", "prims") and op_name(node.target) in names
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    namespace, name = _qualified_name(node.target)
+    return name in names and namespace in ("aten", "prims")
 
 
 def is_view(node: fx.Node) -> bool:

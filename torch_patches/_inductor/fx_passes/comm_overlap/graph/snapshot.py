@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.ordering import relink
-
-
-@dataclass(frozen=True, eq=False)
-class _Saved:
-    node: fx.Node
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    meta: dict[str, Any]
 
 
 class Snapshot:
@@ -28,27 +16,28 @@ class Snapshot:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
-        self._saved = [_Saved(n, n.name, n.args, dict(n.kwargs), dict(n.meta)) for n in graph.nodes]
+        # Parallel lists, not an object a node: that many new objects would set off the garbage
+        # collector.  Arguments and metadata are replaced by a rewrite, never changed in place.
+        self._nodes = list(graph.nodes)
+        self._names = [n.name for n in self._nodes]
+        self._args = [n.args for n in self._nodes]
+        self._kwargs = [n.kwargs for n in self._nodes]
+        self._meta = [n.meta for n in self._nodes]
 
     def restore(self) -> None:
         """Makes the graph equal to what it was when the snapshot was taken."""
         present = set(self._graph.nodes)
-        current: dict[fx.Node, fx.Node] = {}
-        for saved in self._saved:
-            survivor = saved.node in present
-            current[saved.node] = saved.node if survivor else self._create(saved)
-        for saved in self._saved:
-            node = current[saved.node]
-            node.args = fx.node.map_arg(saved.args, current.__getitem__)
-            node.kwargs = fx.node.map_arg(saved.kwargs, current.__getitem__)
-            node.name = saved.name
-            node.meta = dict(saved.meta)
+        current = {node: node if node in present else self._create(node) for node in self._nodes}
+        for place, old in enumerate(self._nodes):
+            node = current[old]
+            node.args = fx.node.map_arg(self._args[place], current.__getitem__)
+            node.kwargs = fx.node.map_arg(self._kwargs[place], current.__getitem__)
+            node.name = self._names[place]
+            node.meta = self._meta[place]
         kept = set(current.values())
         for node in reversed([n for n in self._graph.nodes if n not in kept]):
             self._graph.erase_node(node)
-        relink(self._graph, [current[saved.node] for saved in self._saved])
+        relink(self._graph, [current[node] for node in self._nodes])
 
-    def _create(self, saved: _Saved) -> fx.Node:
-        return self._graph.create_node(
-            saved.node.op, saved.node.target, (), {}, name=saved.name, type_expr=saved.node.type
-        )
+    def _create(self, old: fx.Node) -> fx.Node:
+        return self._graph.create_node(old.op, old.target, (), {}, type_expr=old.type)

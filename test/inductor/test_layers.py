@@ -1,0 +1,50 @@
+"""The layers of the architecture: who may import whom."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import torch_patches
+
+ROOT = Path(torch_patches.__file__).parent
+PACKAGE = "torch_patches._inductor.fx_passes.comm_overlap"
+FORBIDDEN = {
+    "graph": ["estimate", "passes", "check", "report", "pipeline"],
+    "estimate": ["passes", "check", "report", "pipeline"],
+    "passes": ["check", "report", "pipeline"],
+}
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize("layer", FORBIDDEN)
+def test_layer_imports_only_what_lies_below_it(layer):
+    files = list((ROOT / "_inductor/fx_passes/comm_overlap" / layer).glob("*.py"))
+    assert files
+    for path in files:
+        for name in imports_of(path):
+            for above in FORBIDDEN[layer]:
+                assert not name.startswith(f"{PACKAGE}.{above}"), f"{path} imports {name}"
+
+
+def test_passes_do_not_depend_on_the_product_around_them():
+    """What moves upstream must not import flags, hooks or testing code."""
+    for path in (ROOT / "_inductor").rglob("*.py"):
+        for name in imports_of(path):
+            inside = not name.startswith("torch_patches") or name.startswith(PACKAGE)
+            assert inside, f"{path} imports {name}"
+
+
+def test_only_the_hook_replaces_something_of_torch():
+    """Assignments to attributes of torch's modules stand in one file."""
+    for path in ROOT.rglob("*.py"):
+        if path.name == "_hooks.py":
+            continue
+        assert "compile_fx_module.compile_fx =" not in path.read_text(), path
