@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives  # registers the ops' fake kernels
 import torch.fx as fx
-import torch.utils._pytree as pytree
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic
@@ -41,7 +40,8 @@ def evaluate(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
     The legacy ops look their group up even then; their counterparts with a group name do not.
     """
-    args, kwargs = pytree.tree_map_only(Group, lambda g: g.group_name, (list(args), dict(kwargs)))
+    args = [a.group_name if isinstance(a, Group) else a for a in args]
+    kwargs = {k: a.group_name if isinstance(a, Group) else a for k, a in kwargs.items()}
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "c10d_functional":
         return target(*args, **kwargs)
     legacy_names = [a.name for a in target._schema.arguments]

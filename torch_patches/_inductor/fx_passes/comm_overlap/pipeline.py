@@ -20,7 +20,12 @@ import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.check import check_plan
 from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
-from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
+    BUCKET_MARK,
+    CONSIDERED_MARK,
+    collect,
+    collective_kind,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
 from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
@@ -81,6 +86,8 @@ def run_post_grad(graph: fx.Graph, options: Options) -> Report | None:
             snapshot = Snapshot(graph)
             apply_plan(graph, skeleton, plan)
             graph.lint()
+        _mark_considered(graph, options)
+        if plan.buckets:
             after = collect(graph)
         report = build_report(options, before, buckets, plan, graph, after)
     except RANK_LOCAL_ERRORS:
@@ -96,6 +103,14 @@ def run_post_grad(graph: fx.Graph, options: Options) -> Report | None:
         report = failure_report(options, before, f"{type(error).__name__}: {error}")
     emit_report(report)
     return report
+
+
+def _mark_considered(graph: fx.Graph, options: Options) -> None:
+    """So that a second run with the same options changes nothing."""
+    fingerprint = options.fingerprint()
+    for node in graph.nodes:
+        if collective_kind(node) is not None and BUCKET_MARK not in node.meta:
+            node.meta[CONSIDERED_MARK] = fingerprint
 
 
 @functools.cache

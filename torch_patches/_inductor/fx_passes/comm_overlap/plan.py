@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.fx as fx
@@ -49,6 +49,7 @@ class RefusalReason(enum.Enum):
 
     KIND_NOT_MERGEABLE = "this kind of collective is never merged"
     ALREADY_BUCKETED = "it is already a bucket"
+    ALREADY_CONSIDERED = "an earlier run with the same options has left it alone"
     COALESCED_IN_INPUT = "it is a coalesced collective of the input graph"
     MUTATES_ARGUMENT = "it writes into an argument (in-place or out= form)"
     WRAPPED = "it sits inside a control_deps region"
@@ -127,6 +128,7 @@ class Collective:
         refusal: why it can never be a bucket member, or None.
         has_symbolic_size: some dimension is symbolic.
         tag: parameter or gradient traffic, where known.
+        considered: fingerprint of the options of an earlier run that left it alone, or None.
     """
 
     index: int
@@ -147,6 +149,7 @@ class Collective:
     refusal: RefusalReason | None
     has_symbolic_size: bool = False
     tag: CollectiveTag | None = None
+    considered: str | None = None
 
 
 class BarrierKind(enum.Enum):
@@ -268,3 +271,8 @@ class Options:
     bucket_cap_mb: BucketCap = None
     primary_fsdp_group_only: bool = False
     bucket_mode: str | None = None
+
+    def fingerprint(self) -> str:
+        """Equal for equal options; a function counts by its qualified name."""
+        values = (getattr(self, f.name) for f in fields(self))
+        return repr([getattr(v, "__qualname__", v) if callable(v) else v for v in values])

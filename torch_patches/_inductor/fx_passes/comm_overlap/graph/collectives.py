@@ -27,6 +27,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     op_name,
     op_namespace,
     tensors_of,
+    viewed_node,
     wait_source,
     working_positions,
     wrapped_node,
@@ -51,6 +52,9 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
 
 #: ``node.meta`` key of nodes made by a merge; such collectives are not merged again.
 BUCKET_MARK = "comm_overlap_bucket"
+#: ``node.meta`` key of starts that a run has left alone: the fingerprint of its options.  A merge
+#: shortens distances, so without it a second run could find something to merge.
+CONSIDERED_MARK = "comm_overlap_considered"
 
 
 @dataclass(frozen=True)
@@ -156,8 +160,7 @@ def _waits_by_start(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         source = wait_source(node)
         if source is None:
             continue
-        while is_view(source) and isinstance(source.args[0], fx.Node):
-            source = source.args[0]
+        source = viewed_node(source)
         if collective_kind(source) is not None:
             result.setdefault(source, []).append(node)
     return result
@@ -198,6 +201,7 @@ def _read(
         wait_segment=min((places.segments[w] for w in waits), default=None),
         traffic=traffic.of(start, traits.kind, waits),
         refusal=_refusal(start, traits, waits, inputs, outputs, wrapped=inner is not None),
+        considered=start.meta.get(CONSIDERED_MARK),
         has_symbolic_size=any(has_symbols(t) for t in (*inputs, *outputs)),
     )
 

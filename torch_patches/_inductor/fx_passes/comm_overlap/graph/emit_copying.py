@@ -12,7 +12,7 @@ All members have one dtype, so every part starts at a multiple of the element si
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 import torch.fx as fx
@@ -39,7 +39,7 @@ def emit_copying(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
     members = [bucket.members[i] for i in bucket.payload_order]
     made = _Recorder(emitter)
     donor = bucket.members[0].start
-    absorbed = _absorbable_casts(members)
+    absorbed = _absorbable_casts(members, emitter.ordered)
     buffer = _copy_in(made, members, absorbed, donor, bucket)
     start = _launch(made, members[0].start, buffer, donor, bucket)
     mark(start, index, len(members))
@@ -91,16 +91,19 @@ def _source(member: Collective) -> fx.Node:
     return source
 
 
-def _absorbable_casts(members: Sequence[Collective]) -> list[fx.Node]:
+def _absorbable_casts(members: Sequence[Collective], ordered: Set[fx.Node]) -> list[fx.Node]:
     """Casts in front of gathers that one cast of the whole buffer can replace.
 
     Only if nobody else reads them, and all members have one of the same kind from the same dtype:
-    then casting after the copy gives the same bits in one node instead of many.
+    then casting after the copy gives the same bits in one node instead of many.  A cast that is
+    ordered against a write of what it reads stays where it is.
     """
     if members[0].kind is not CollectiveKind.ALL_GATHER:
         return []
     casts = [_source(member) for member in members]
     if not all(is_cast(c) and len(c.users) == 1 and _is_plain_cast(c) for c in casts):
+        return []
+    if any(c in ordered for c in casts):
         return []
     sources = [c.args[0] for c in casts]
     dtypes = {s.meta["val"].dtype for s in sources if isinstance(s, fx.Node)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,8 +43,10 @@ class Merged:
 class Emitter:
     """Creates nodes at the end of the graph; their place is decided afterwards."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, ordered: Set[fx.Node]) -> None:
+        """``ordered``: nodes with ordering constraints, which must not lose their identity."""
         self.graph = graph
+        self.ordered = ordered
         self._output = next(iter(reversed(graph.nodes)))
 
     def call(

@@ -74,6 +74,13 @@ def is_view(node: fx.Node) -> bool:
     return node.target is operator.getitem or _is_compute_op_in(node, _VIEW_NAMES)
 
 
+def viewed_node(node: fx.Node) -> fx.Node:
+    """What ``node`` is a view of, at the end of a chain of views; itself if it is no view."""
+    while is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
 def is_cast(node: fx.Node) -> bool:
     """A change of dtype (or of device or layout) of one tensor."""
     return _is_compute_op_in(node, _CAST_NAMES)

@@ -62,10 +62,7 @@ def choose_slot(bucket: Bucket, numbers: Mapping[fx.Node, int], precedence: Prec
     first, last = numbers[starts[0]], numbers[starts[-1]]
     hoist = _Frontier(list(starts), set(starts))
     sink = _Frontier(list(starts), set(starts))
-    while True:
-        side = hoist if hoist.working <= sink.working else sink
-        if not side.pending:
-            break
+    while (side := _next_to_expand(hoist, sink)) is not None:
         node = side.pending.pop()
         around = precedence.predecessors(node) if side is hoist else precedence.successors(node)
         for other in around:
@@ -77,6 +74,23 @@ def choose_slot(bucket: Bucket, numbers: Mapping[fx.Node, int], precedence: Prec
         gather = bucket.key.kind is CollectiveKind.ALL_GATHER
         return first if gather else last
     return first if hoist.working < sink.working else last
+
+
+def _next_to_expand(hoist: _Frontier, sink: _Frontier) -> _Frontier | None:
+    """The side to search further, or None once it is certain which side is smaller.
+
+    Certain means that a finished side's count is below what the other has found so far, or both
+    are finished.  The counts compared are then exact, so that the answer does not depend on the
+    order of the search or on nodes that do no work.
+    """
+    for one, other in ((hoist, sink), (sink, hoist)):
+        if not one.pending and (not other.pending or one.working < other.working):
+            return None
+    if not hoist.pending:
+        return sink
+    if not sink.pending:
+        return hoist
+    return hoist if hoist.working <= sink.working else sink
 
 
 @dataclass

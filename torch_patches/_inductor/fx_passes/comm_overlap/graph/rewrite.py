@@ -64,7 +64,7 @@ def apply_plan(graph: fx.Graph, skeleton: Skeleton, plan: Plan) -> Applied:
     precedence = Precedence(skeleton.order_dependencies)
     slots = [choose_slot(bucket, numbers, precedence) for bucket in plan.buckets]
     placement = Placement(numbers)
-    emitter = Emitter(graph)
+    emitter = Emitter(graph, {node for pair in skeleton.order_dependencies for node in pair})
     merged: list[Merged] = []
     renamed: dict[fx.Node, fx.Node] = {}
     for index, (bucket, slot) in enumerate(zip(plan.buckets, slots, strict=True)):

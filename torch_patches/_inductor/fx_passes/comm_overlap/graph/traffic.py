@@ -19,6 +19,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     op_name,
     op_namespace,
     tensors_of,
+    viewed_node,
     wrapped_node,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind, Traffic
@@ -44,7 +45,7 @@ def _finishes_gradient(node: fx.Node) -> bool:
     name = op_name(node.target) if op_namespace(node.target) == "aten" else None
     if name in ("mul", "div"):
         inputs = node.all_input_nodes
-        return len(inputs) == 1 or any(n.op == "placeholder" for n in inputs)
+        return len(inputs) == 1 or any(viewed_node(n).op == "placeholder" for n in inputs)
     return name == "add"
 
 

@@ -130,6 +130,8 @@ def select_candidates(
     refusals: list[Refusal] = []
     for collective in skeleton.collectives:
         reason = collective.refusal
+        if reason is None and collective.considered == options.fingerprint():
+            reason = RefusalReason.ALREADY_CONSIDERED
         if reason is None and collective.traffic is Traffic.OTHER:
             reason = RefusalReason.NOT_PARAMETER_TRAFFIC
         if reason is None and collective.group in minority:

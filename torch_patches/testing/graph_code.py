@@ -1,0 +1,71 @@
+"""Prints an FX graph as the ``GraphBuilder`` program that makes it, for failure messages."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from torch_patches.testing.graph_builder import Group
+
+
+def builder_code(gm: fx.GraphModule) -> list[str]:
+    """Lines that leave the graph in ``gm``; they need ``torch``, ``operator`` and the builder."""
+    lines = ["b = GraphBuilder(FakeTensorMode(shape_env=ShapeEnv()))"]
+    symbols: dict[str, str] = {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            lines.append(f"{node.name} = {_placeholder(node, symbols)}")
+        elif node.op == "output":
+            lines.append(f"gm = b.output({', '.join(_text(a) for a in node.args[0])})")
+        else:
+            lines.append(f"{node.name} = {_call(node)}")
+    return lines
+
+
+def _placeholder(node: fx.Node, symbols: dict[str, str]) -> str:
+    val = node.meta.get("val")
+    if isinstance(val, torch.SymInt):
+        symbols[str(val)] = f'{node.name}.meta["val"]'
+        return f'b.symbol({val.node.hint}, "{node.name}")'
+    if not isinstance(val, torch.Tensor):
+        return f'b.opaque_placeholder("{node.name}", {val!r})'
+    shape = _sizes(val.shape, symbols)
+    layout = "" if _is_row_major(val) else f", stride={_sizes(val.stride(), symbols)}"
+    dtype = "" if val.dtype is torch.float32 else f", dtype={val.dtype}"
+    return f'b.placeholder({shape}{dtype}{layout}, name="{node.name}")'
+
+
+def _is_row_major(val: torch.Tensor) -> bool:
+    """Exactly the strides that a new tensor has; ``is_contiguous`` overlooks dimensions of size 1."""
+    if any(isinstance(size, torch.SymInt) for size in val.shape):
+        return val.is_contiguous()
+    return val.stride() == torch.empty(val.shape, device="meta").stride()
+
+
+def _sizes(sizes: Any, symbols: dict[str, str]) -> str:
+    texts = [symbols.get(str(size), str(size)) for size in sizes]
+    return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
+
+
+def _call(node: fx.Node) -> str:
+    if node.target is operator.getitem:
+        return f"b.getitem({node.args[0]}, {node.args[1]})"
+    named = [f"{key}={_text(value)}" for key, value in node.kwargs.items()]
+    arguments = [_target(node.target), *(_text(a) for a in node.args), *named]
+    return f"b.call({', '.join(arguments)})"
+
+
+def _target(target: Any) -> str:
+    return f"torch.ops.{target}" if isinstance(target, torch._ops.OpOverload) else str(target)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_text(item) for item in value)}]"
+    return value.name if isinstance(value, fx.Node) else repr(value)
+
+
+__all__ = ["Group", "builder_code"]

@@ -1,0 +1,184 @@
+"""Random collective graphs and options, for hypothesis and for long fuzzing runs.
+
+A graph is drawn as a ``Recipe``: which blocks (see ``graph_blocks``), and how they interleave.  The
+same recipe always gives the same graph.
+
+    @given(cases(), all_options())
+    def test_...(case, options):
+        check_invariants(case.gm, case.description, options)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+import torch.fx as fx
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
+from torch_patches.testing.graph_blocks import BLOCKS
+from torch_patches.testing.graph_builder import GraphBuilder
+from torch_patches.testing.graph_context import FSDP_GROUPS, GROUPS, WORLD_SIZE, Context
+from torch_patches.testing.spmd_interpreter import random_inputs
+
+#: Blocks whose collectives are never merged, whatever the options.
+UNMERGEABLE = ("tensor_parallel", "expert_parallel", "broadcast", "compute", "in_place", "barrier",
+               "random_numbers")  # fmt: skip
+
+
+#: The last dtype is the one gathered; the others are cast to it first.
+PARAMETER_DTYPES = (
+    (torch.float32,), (torch.float32,), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32),
+    (torch.bfloat16,),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Description:
+    """What running a graph needs besides the graph.
+
+    Args:
+        world_size: ranks that run it.
+        groups: rank lists by group name, for ``SpmdInterpreter``.
+        values: by place among the placeholders: what each rank is given, where random tensors do
+            not serve (sizes, groups).
+        integers: tensors hold small integers, exact in any order of addition.
+    """
+
+    world_size: int = WORLD_SIZE
+    groups: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=lambda: dict(GROUPS))
+    values: Mapping[int, Sequence[Any]] = field(default_factory=dict)
+    integers: bool = False
+
+    def inputs(self, gm: fx.GraphModule, seed: int = 0) -> list[list[Any]]:
+        """``inputs[rank]``: new tensors each time, equal for equal seeds."""
+        drawn = random_inputs(gm, self.world_size, seed)
+        for rank, values in enumerate(drawn):
+            for place, given in self.values.items():
+                values[place] = given[rank]
+            if self.integers:
+                values[:] = [_integral(value) for value in values]
+        return drawn
+
+
+def _integral(value: Any) -> Any:
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.mul_(4).round_() if is_float else value
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Blocks with their seeds, and the seed of the interleaving and of the outputs' order."""
+
+    blocks: tuple[tuple[str, int], ...]
+    schedule_seed: int = 0
+    integers: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A graph with what it takes to run it, and where it came from."""
+
+    gm: fx.GraphModule
+    description: Description
+    recipe: Recipe
+
+    def __repr__(self) -> str:
+        return f"build_case({self.recipe!r})"
+
+
+def build_case(recipe: Recipe) -> Case:
+    """The graph of a recipe; blocks are resumed in a random order, with a bias to go on."""
+    r = Random(recipe.schedule_seed)
+    builder = GraphBuilder(FakeTensorMode(shape_env=ShapeEnv()))
+    context = Context(
+        builder,
+        builder.placeholder(4, 4, name="x"),
+        fsdp_groups=r.choice(FSDP_GROUPS),
+        dtypes=r.choice(PARAMETER_DTYPES),
+    )
+    running = [BLOCKS[name][1](context, Random(seed)) for name, seed in recipe.blocks]
+    stickiness, current, window = r.choice([0.0, 0.5, 0.9]), 0, r.choice([2, 4, 100])
+    while running:
+        if r.random() >= stickiness or current >= len(running):
+            current = r.randrange(min(len(running), window))
+        try:
+            next(running[current])
+        except StopIteration:
+            running.pop(current)
+    gm = builder.output(*_outputs(context, r))
+    places = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    values = {places[node]: tuple(given) for node, given in context.values.items()}
+    return Case(gm, Description(values=values, integers=recipe.integers), recipe)
+
+
+def _outputs(context: Context, r: Random) -> list[fx.Node | None]:
+    """The outputs in any order, some twice, with Nones; sometimes an input among them."""
+    outputs: list[fx.Node | None] = [context.x, *context.outputs]
+    for value in list(outputs):
+        if r.random() < 0.1:
+            outputs.append(value)
+    outputs += [None] * r.choice([0, 0, 1])
+    if context.params and r.random() < 0.1:
+        outputs.append(r.choice(context.params)[0])
+    r.shuffle(outputs)
+    return outputs
+
+
+# ---------------------------------------------------------------- drawing
+
+
+def random_recipe(r: Random, names: Sequence[str] | None = None, most: int = 12) -> Recipe:
+    """Up to ``most`` blocks; a recipe favours a few kinds, so that there is something to merge."""
+    population = list(names or BLOCKS)
+    weights = [BLOCKS[name][0] for name in population]
+    favoured = r.choices(population, weights, k=3)
+    count = r.randint(1, most)
+    drawn = [
+        r.choice(favoured) if r.random() < 0.6 else r.choices(population, weights)[0]
+        for _ in range(count)
+    ]
+    blocks = tuple((name, r.randrange(10_000)) for name in drawn)
+    return Recipe(blocks, r.randrange(10_000), r.random() < 0.5)
+
+
+CAPS_MB: tuple[Any, ...] = (
+    None, None, None, 100.0, 100.0, 100.0, 1e-5, 5e-5, 1e-4, 2e-4, (5e-5, 1e-4), (2e-5, 100.0), (1e-4, 2e-5, 1e-3),
+)  # fmt: skip
+
+
+def random_options(r: Random) -> Options:
+    """Caps of a few of the tiny tensors (16 to 256 bytes), or none; spans of a few nodes, or none."""
+    return Options(
+        bucketing_mode="topo_span",
+        max_topo_span=r.choice([None, None, None, 0, 3, 8, 20, 40, 1500, 1500]),
+        bucket_cap_mb=r.choice(CAPS_MB),
+        primary_fsdp_group_only=r.random() < 0.2,
+        bucket_mode=r.choice([None, "default", "default", "coalesced"]),
+    )
+
+
+#: Seeds rather than hypothesis's own generator, which draws few and repetitive graphs; what fails is
+#: cut down by ``minimise`` instead of by hypothesis.
+_generators = st.integers(0, 2**32 - 1).map(Random)
+
+
+def recipes(names: Sequence[str] | None = None, most: int = 12) -> st.SearchStrategy[Recipe]:
+    """Recipes of the named blocks, of all blocks by default."""
+    return _generators.map(lambda r: random_recipe(r, names, most))
+
+
+def cases(names: Sequence[str] | None = None, most: int = 12) -> st.SearchStrategy[Case]:
+    """Graphs of the named blocks, of all blocks by default."""
+    return recipes(names, most).map(build_case)
+
+
+def all_options() -> st.SearchStrategy[Options]:
+    """Options that bucket, in every combination of bounds and forms."""
+    return _generators.map(random_options)
