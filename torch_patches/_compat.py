@@ -1,0 +1,130 @@
+"""Every difference between torch releases that this package knows of, and nothing else.
+
+Each entry says from which minimum torch on it can be dropped.  Where torch can be asked whether
+it has a thing, it is asked, because nightly builds carry a release number of the future.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from typing import Any
+
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor import custom_graph_pass
+from torch.utils import _config_module
+
+config_module: Any = inductor_config
+"""Inductor's config with its private parts, which the type checker does not know."""
+
+OLDEST_TORCH = (2, 11)
+"""The first release the hooks are tested with."""
+
+FIRST_UNTESTED_TORCH = (2, 15)
+"""Raise it once the test suite has run on that release."""
+
+ALLOW_UNTESTED_VARIABLE = "TORCH_PATCHES_ALLOW_UNTESTED_TORCH"
+"""Environment variable; "1" installs the hooks on any torch."""
+
+
+def torch_release(version: str | None = None) -> tuple[int, int]:
+    """(major, minor) of a version text such as ``2.13.0+cpu`` or ``2.15.0a0+git1234``."""
+    text = str(torch.__version__) if version is None else version
+    match = re.match(r"(\d+)\.(\d+)", text)
+    if match is None:
+        return (0, 0)
+    return int(match.group(1)), int(match.group(2))
+
+
+def is_supported_torch(version: str | None = None) -> bool:
+    """Whether the hooks may install: a tested release, or the user insists."""
+    if os.environ.get(ALLOW_UNTESTED_VARIABLE) == "1":
+        return True
+    return OLDEST_TORCH <= torch_release(version) < FIRST_UNTESTED_TORCH
+
+
+def supported_range() -> str:
+    """For messages."""
+    (low_major, low_minor), (high_major, high_minor) = OLDEST_TORCH, FIRST_UNTESTED_TORCH
+    return f">= {low_major}.{low_minor}, < {high_major}.{high_minor}"
+
+
+# -- config entries -------------------------------------------------------------------------------
+
+
+def new_config_entry(name: str, default: object, value_type: Any) -> Any:
+    """An entry for the config module's table.
+
+    From 2.12 on an entry keeps its override in a context variable, which wants a name; in 2.11
+    it is an attribute.  Drop the second form when the minimum is 2.12.
+    """
+    described: Any = _config_module._Config(default=default, value_type=value_type)
+    entry_type: Any = _config_module._ConfigEntry
+    if keeps_overrides_in_context():
+        return entry_type(described, name)
+    return entry_type(described)
+
+
+def keeps_overrides_in_context() -> bool:
+    """Whether another thread sees the defaults instead of what this one assigned (from 2.12)."""
+    return "name" in inspect.signature(_config_module._ConfigEntry).parameters
+
+
+def mark_config_changed() -> None:
+    """Make the next ``get_hash`` and ``save_config`` look at every entry again.
+
+    2.13 caches both in context variables, 2.11 and 2.12 have one flag.  Drop the second form when
+    the minimum is 2.13.
+    """
+    if hasattr(config_module, "_hash_dirty_var"):
+        config_module._hash_dirty_var.set(True)
+        config_module._get_dict_dirty_keys_var.set(None)
+    else:
+        config_module._is_dirty = True
+
+
+# -- flags that not every release has -------------------------------------------------------------
+
+
+def has_config(name: str) -> bool:
+    """Whether Inductor's config has the flag ``name`` in this release.
+
+    Asked for ``bucket_mode`` (from 2.12) and the pre-bucketing switch below (from 2.13); drop the
+    questions when the minimum has them.
+    """
+    return name in config_module._config
+
+
+PRE_BUCKETING_FLAG = "aten_distributed_optimizations.pre_bucketing_fsdp_collectives"
+"""torch's own bucketing in front of its overlap scheduler; on by default from 2.13 on."""
+
+
+# -- custom passes --------------------------------------------------------------------------------
+
+
+def passes_may_be_lists() -> bool:
+    """Whether a custom-pass flag takes a list (2.13) or one callable only (2.11, 2.12).
+
+    Drop the single form, with ``_hooks.ComposedPass``, when the minimum is 2.13.
+    """
+    return hasattr(custom_graph_pass, "get_custom_graph_passes")
+
+
+def takes_is_inference(graph_pass: object) -> bool:
+    """Whether torch calls the pass with ``is_inference=`` (a class that 2.11 does not have).
+
+    Needed only to compose passes: drop it with :func:`passes_may_be_lists`.
+    """
+    kind = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+    return kind is not None and isinstance(graph_pass, kind)
+
+
+def inference_aware_base() -> type:
+    """The base class of passes called with ``is_inference=``, a plain pass where there is none.
+
+    Drop it with :func:`passes_may_be_lists`.
+    """
+    plain = custom_graph_pass.CustomGraphPass
+    return getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", plain)

@@ -1,0 +1,362 @@
+"""The only patch site: ``torch._inductor.compile_fx.compile_fx``, and its undoing.
+
+torch looks the function up in its module each time, so the replacement serves every caller that
+imports the name when it compiles.  While ``bucketing_mode`` is "none" a call passes straight
+through.  Otherwise the wrapper reads the flags once and hands everything on as ``config_patches``,
+which torch applies again around the lazily compiled backward: cache key, passes and code
+generation see one set of values, whatever the flags are by then and whatever thread it runs in.
+
+    compile_fx(gm, inputs, config_patches={user's})
+      -> compile_fx(gm, inputs, config_patches={user's, flags, user's passes + ours, digest, ...})
+
+After :func:`uninstall` the flags can still be set, and have no effect.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._inductor import compile_fx as compile_fx_module
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from torch_patches import _compat, config
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
+
+logger = logging.getLogger(__name__)
+
+MODES_READING_NAMES: frozenset[str] = frozenset()
+"""Bucketing modes whose plan reads parameter or module names (none of those that exist does)."""
+
+JOINT_PASSES = "joint_custom_post_pass"
+POST_GRAD_PASSES = "post_grad_custom_post_pass"
+
+
+# -- the passes that torch runs -------------------------------------------------------------------
+
+
+def _pipeline() -> ModuleType:
+    """Imported when first needed: a process that never buckets does not pay for it."""
+    from torch_patches._inductor.fx_passes.comm_overlap import pipeline
+
+    return pipeline
+
+
+@dataclass(frozen=True)
+class _PipelinePass(CustomGraphPass):
+    """A pipeline entry with the options of one compile.
+
+    It holds no other state: torch deep-copies, compares and pickles config values.
+    """
+
+    options: Options
+
+    def uuid(self) -> Any | None:
+        """Sources and options, or None (the graph is not cached) once the hooks are gone: it
+        would be stored unchanged under the key of a changed one."""
+        if not is_installed():
+            return None
+        return (type(self).__name__, _pipeline().source_digest(), repr(self.options))
+
+
+class JointPass(_PipelinePass):
+    """Runs on the joint graph."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if is_installed():
+            _pipeline().run_joint(graph, self.options)
+
+
+class PostGradPass(_PipelinePass):
+    """Runs on the forward graph and on the backward graph."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if is_installed():
+            _pipeline().run_post_grad(graph, self.options)
+
+
+@dataclass(frozen=True)
+class ComposedPass(CustomGraphPass):
+    """A user's pass, then ours, for releases whose flag takes one callable."""
+
+    first: Any
+    second: _PipelinePass
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.first(graph)
+        self.second(graph)
+
+    def uuid(self) -> Any | None:
+        # A plain callable, or one without an id, makes torch skip the cache; so must the pair.
+        first = self.first.uuid() if isinstance(self.first, CustomGraphPass) else None
+        second = self.second.uuid()
+        return (first, second) if first and second else None
+
+
+_INFERENCE_AWARE: Any = _compat.inference_aware_base()
+
+
+@dataclass(frozen=True)
+class InferenceAwareComposedPass(ComposedPass, _INFERENCE_AWARE):
+    """:class:`ComposedPass` for a user's pass that asks whether the graph is for inference."""
+
+    def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:  # type: ignore[override]
+        self.first(graph, is_inference=is_inference)
+        self.second(graph)
+
+
+def _as_list(passes: Any) -> list[Any]:
+    """A custom-pass flag's value as a list, without passes that an outer compile added."""
+    if passes is None:
+        return []
+    items = list(passes) if isinstance(passes, (list, tuple)) else [passes]
+    items = [item.first if isinstance(item, ComposedPass) else item for item in items]
+    return [item for item in items if not isinstance(item, _PipelinePass)]
+
+
+def append_pass(passes: Any, ours: _PipelinePass) -> Any:
+    """The flag's new value: the user's passes, then ours."""
+    users = _as_list(passes)
+    if _compat.passes_may_be_lists():
+        return [*users, ours]
+    if not users:
+        return ours
+    (user,) = users
+    if _compat.takes_is_inference(user):
+        return InferenceAwareComposedPass(user, ours)
+    return ComposedPass(user, ours)
+
+
+# -- what a plan reads and torch's cache key does not see -----------------------------------------
+
+
+def _process_group_sizes() -> list[tuple[str, int]]:
+    """Sizes of the registered process groups, by name; empty without torch.distributed."""
+    try:
+        from torch.distributed import distributed_c10d
+
+        names = distributed_c10d._world.pg_names
+    except (ImportError, AttributeError):
+        return []
+    return sorted(
+        (str(name), int(group.size()))
+        for group, name in list(names.items())
+        if hasattr(group, "size")  # a placeholder stands for groups this rank is not in
+    )
+
+
+def _names(model: Any) -> Iterator[str]:
+    """Parameter and module names of the graph that Dynamo made, in graph order."""
+    if not isinstance(model, fx.GraphModule):
+        if isinstance(model, torch.nn.Module):
+            yield from (name for name, _ in model.named_parameters())
+        return
+    for node in model.graph.nodes:
+        source = getattr(node, "_dynamo_source", None)
+        if source is not None:
+            yield f"{node.op} {source.name}"
+        # The keys are object ids, which differ between processes; the names do not.
+        for entry in (node.meta.get("nn_module_stack") or {}).values():
+            yield f"module {entry[0]}"
+
+
+def metadata_digest(model: Any, reads_names: bool) -> str:
+    """Digest of the facts beside the graph's code that decide a plan."""
+    digest = hashlib.sha256(repr(_process_group_sizes()).encode())
+    if reads_names:
+        for name in _names(model):
+            digest.update(repr(name).encode())
+    return digest.hexdigest()
+
+
+# -- torch's flags that do the same job -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _LegacyFlag:
+    """A flag of torch that buckets or reorders collectives on its own.
+
+    Args:
+        name: its name.
+        off: the value that leaves collectives alone.
+        switch_off: whether we set it to ``off`` for a compile of ours.
+    """
+
+    name: str
+    off: object
+    switch_off: bool
+
+
+_LEGACY_FLAGS = (
+    _LegacyFlag("bucket_all_gathers_fx", "none", True),
+    _LegacyFlag("bucket_reduce_scatters_fx", "none", True),
+    _LegacyFlag("bucket_all_reduces_fx", "none", True),
+    _LegacyFlag("reorder_for_compute_comm_overlap", False, False),
+    _LegacyFlag("_fuse_ddp_communication", False, False),
+)
+
+_warned: set[str] = set()
+
+
+def _warn_once(topic: str, message: str, *arguments: object) -> None:
+    if topic not in _warned:
+        _warned.add(topic)
+        logger.warning(message, *arguments)
+
+
+def _torch_pass_patches(user: Mapping[str, Any], options: Options) -> dict[str, Any]:
+    """Settings that keep torch's own passes from doing our job again; warns where they were on."""
+    patches: dict[str, Any] = {}
+    conflicts = []
+    for flag in _LEGACY_FLAGS:
+        if not _compat.has_config(flag.name):
+            continue
+        value = config.current_value(flag.name, user)
+        if value != flag.off:
+            effect = "switched off for this compile" if flag.switch_off else "left on"
+            conflicts.append(f"{flag.name} = {value!r} ({effect})")
+        if flag.switch_off:
+            patches[flag.name] = flag.off
+    if conflicts:
+        _warn_once(
+            "legacy flags",
+            "%sbucketing_mode = %r is set together with torch's %s",
+            config.PREFIX,
+            options.bucketing_mode,
+            ", ".join(conflicts),
+        )
+    scheduling = config.current_value(config.PREFIX + "enable_overlap_scheduling", user)
+    if scheduling and _compat.has_config(_compat.PRE_BUCKETING_FLAG):
+        # torch's scheduler runs after our passes; their buckets are the ones it shall schedule.
+        patches[_compat.PRE_BUCKETING_FLAG] = False
+    return patches
+
+
+# -- the wrapper ----------------------------------------------------------------------------------
+
+
+def compile_patches(model: Any, user: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The ``config_patches`` for one compile: the user's and ours; None where ours are off.
+
+    Args:
+        model: what is compiled.
+        user: the caller's ``config_patches``; its values count when flags are read.
+
+    Raises:
+        FlagError: on a flag with a wrong type or value.
+    """
+    user = user or {}
+    if config.bucketing_is_off(user):
+        return None
+    options = config.read_options(user)
+    joint = append_pass(config.current_value(JOINT_PASSES, user), JointPass(options))
+    post_grad = append_pass(config.current_value(POST_GRAD_PASSES, user), PostGradPass(options))
+    metadata = metadata_digest(model, options.bucketing_mode in MODES_READING_NAMES)
+    return {
+        **user,
+        **{flag.full_name: getattr(options, flag.name) for flag in config.FLAGS},
+        **_torch_pass_patches(user, options),
+        JOINT_PASSES: joint,
+        POST_GRAD_PASSES: post_grad,
+        config.DIGEST_FLAG: f"{_pipeline().source_digest()}:{metadata}",
+    }
+
+
+_forwarding: ContextVar[Any] = ContextVar("torch_patches_forwarding", default=None)
+"""The model whose compile was handed on: torch calls itself with it once more, by its name."""
+
+
+@dataclass
+class _Hook:
+    """The undo record of one patch.  An inactive hook only calls ``original``."""
+
+    original: Callable[..., Any]
+    wrapper: Callable[..., Any]
+    active: bool = True
+
+
+_PATCHES_POSITION = 3
+"""Of ``config_patches`` among the parameters of ``compile_fx``; the model is the first."""
+
+
+def _make_hook(original: Callable[..., Any]) -> _Hook:
+    """``original`` may be someone else's wrapper with any signature, so nothing is bound to it."""
+
+    @functools.wraps(original)
+    def compile_fx(*args: Any, **kwargs: Any) -> Any:
+        model = args[0] if args else kwargs.get("model_")
+        if not hook.active or _forwarding.get() is model:
+            return original(*args, **kwargs)
+        positional = len(args) > _PATCHES_POSITION
+        users = args[_PATCHES_POSITION] if positional else kwargs.get("config_patches")
+        patches = compile_patches(model, users)
+        if patches is None:
+            return original(*args, **kwargs)
+        if positional:
+            args = (*args[:_PATCHES_POSITION], patches, *args[_PATCHES_POSITION + 1 :])
+        else:
+            kwargs = {**kwargs, "config_patches": patches}
+        token = _forwarding.set(model)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _forwarding.reset(token)
+
+    hook = _Hook(original, compile_fx)
+    return hook
+
+
+_hook: _Hook | None = None
+
+
+def is_installed() -> bool:
+    """Whether compiles go through the wrapper."""
+    return _hook is not None and _hook.active
+
+
+def install() -> None:
+    """Patch ``compile_fx``; once, however often it is called."""
+    global _hook
+    if is_installed():
+        return
+    if not _compat.is_supported_torch():
+        _warn_once(
+            "untested torch",
+            "torch_patches is tested with torch %s; on this torch (%s) it changes nothing. "
+            "Set %s=1 to install it all the same.",
+            _compat.supported_range(),
+            ".".join(map(str, _compat.torch_release())),
+            _compat.ALLOW_UNTESTED_VARIABLE,
+        )
+        return
+    _hook = _make_hook(compile_fx_module.compile_fx)
+    compile_fx_module.compile_fx = _hook.wrapper
+
+
+def uninstall() -> None:
+    """Restore ``compile_fx``, disable the passes and reset the flags to their defaults.
+
+    The flags stay known to torch and have no effect any more, also on a backward whose forward was
+    compiled before.  Flags set in other threads keep their values there, without effect.
+    """
+    global _hook
+    if _hook is None or not _hook.active:
+        return
+    _hook.active = False
+    if compile_fx_module.compile_fx is _hook.wrapper:
+        compile_fx_module.compile_fx = _hook.original
+    else:
+        logger.warning(
+            "torch._inductor.compile_fx.compile_fx was replaced after torch_patches installed its "
+            "hook; the hook stays in the chain and does nothing"
+        )
+    _hook = None
+    config.reset_flags()
