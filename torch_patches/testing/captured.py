@@ -1,0 +1,237 @@
+"""Captured FX graphs as files: what passes read of a graph, without its data and without pickle.
+
+    save_captured("llama.json.gz", {"fw": forward, "bw": backward}, info={"model": "llama"})
+    captured = load_captured("llama.json.gz")     # needs no process group, no GPU, no model
+    captured.graphs["fw"], captured.groups["0"]   # GraphModule with fake values; ranks
+
+A file is gzipped JSON: nodes with their targets, arguments, tensor metadata and the metadata that
+passes use; subgraphs; process groups with their ranks.  There are no tensor data, stack traces or
+paths of the machine that captured.  Loading a file from anywhere is safe: names only select from
+lists in this package (see ``_captured_targets``), everything that ends up in generated code is an
+identifier, and sizes are bounded.  Anything else raises :class:`CaptureFormatError`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torch_patches.testing._captured_graphs import GraphDecoder, GraphEncoder
+from torch_patches.testing._captured_targets import CaptureFormatError, is_stub
+from torch_patches.testing._captured_values import OpaqueValue
+
+__all__ = [
+    "CaptureFormatError",
+    "Captured",
+    "OpaqueValue",
+    "is_stub",
+    "load_captured",
+    "registered_groups",
+    "save_captured",
+]
+
+FORMAT = 1
+MAX_BYTES = 64 * 2**20  # of JSON, after decompression
+MAX_DEPTH = 100  # of nested arrays and objects
+
+
+@dataclass(frozen=True)
+class CapturedGroup:
+    """A process group: its global ranks in group order, and what it was made for."""
+
+    ranks: tuple[int, ...]
+    description: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """The content of a file.
+
+    Args:
+        graphs: by name, usually "joint", "fw" and "bw"; ``meta["val"]`` are fake tensors of
+            :attr:`fake_mode`.
+        info: how it was captured, as given to :func:`save_captured`.
+        groups: process-group name, as in the graphs' arguments, to ranks.
+        group_descriptions: process-group name to what it was made for, such as "mesh_tp".
+        fake_mode: the mode of all fake tensors.
+        torch_version: the torch that captured.
+    """
+
+    graphs: dict[str, fx.GraphModule]
+    info: dict[str, Any]
+    groups: dict[str, tuple[int, ...]]
+    group_descriptions: dict[str, str]
+    fake_mode: FakeTensorMode = field(repr=False)
+    torch_version: str = torch.__version__
+
+    def save(self, path: str | Path) -> None:
+        """Write the content to another file; unchanged graphs give an equal file."""
+        groups = {
+            name: CapturedGroup(ranks, self.group_descriptions.get(name, ""))
+            for name, ranks in self.groups.items()
+        }
+        _write(path, _encode_document(self.graphs, self.info, groups, self.torch_version))
+
+
+def save_captured(
+    path: str | Path,
+    graphs: Mapping[str, fx.GraphModule],
+    info: Mapping[str, Any],
+    groups: Mapping[str, CapturedGroup] | None = None,
+) -> None:
+    """Write graphs to ``path``.
+
+    Args:
+        path: usually ``*.json.gz``.
+        graphs: by name.
+        info: anything that JSON holds.
+        groups: by name; None for the process groups registered in this process.
+
+    Raises:
+        CaptureFormatError: a graph calls something that the format cannot name.
+    """
+    groups = registered_groups() if groups is None else groups
+    _write(path, _encode_document(graphs, info, groups, torch.__version__))
+
+
+def load_captured(path: str | Path) -> Captured:
+    """Read a file of :func:`save_captured`.  Executes nothing of it and needs no process group.
+
+    Raises:
+        CaptureFormatError: the file is damaged, hostile, too large or of another format.
+        OSError: it cannot be read at all.
+    """
+    try:
+        document = _read(path)
+        return _decode_document(document)
+    except CaptureFormatError as error:
+        raise CaptureFormatError(f"{Path(path).name}: {error}") from error
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        StopIteration,
+        TypeError,
+        ValueError,
+    ) as error:
+        # Each decoder takes its part of the document at its word; what does not fit ends here.
+        raise CaptureFormatError(f"{Path(path).name}: malformed ({error!r:.300})") from error
+
+
+def registered_groups() -> dict[str, CapturedGroup]:
+    """The process groups of this process that contain its rank, by name."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return {}
+    world = dist.distributed_c10d._world
+    return {
+        name: CapturedGroup(
+            tuple(dist.get_process_group_ranks(group)), getattr(group, "group_desc", "")
+        )
+        for group, name in world.pg_names.items()
+    }
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def _write(path: str | Path, document: dict[str, Any]) -> None:
+    data = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    if len(data) > MAX_BYTES:
+        raise CaptureFormatError(f"{len(data)} bytes of JSON, more than {MAX_BYTES}")
+    # No time stamp: equal content gives equal files.
+    Path(path).write_bytes(gzip.compress(data, compresslevel=9, mtime=0))
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    try:
+        with gzip.open(path, "rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise CaptureFormatError(f"not a complete gzip file ({error})") from error
+    if len(data) > MAX_BYTES:
+        raise CaptureFormatError(f"more than {MAX_BYTES} bytes of JSON")
+    try:
+        document = json.loads(data, parse_constant=_refuse_constant)
+    except (RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CaptureFormatError(f"not JSON, or nested too deeply ({error})") from error
+    _check_depth(document)
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else None
+        raise CaptureFormatError(f"format {found!r:.100}, this version reads {FORMAT}")
+    return document
+
+
+def _refuse_constant(name: str) -> None:
+    raise CaptureFormatError(f"{name} is not JSON")
+
+
+def _check_depth(document: Any) -> None:
+    """The decoders recurse; this bounds how deep."""
+    level = [document]
+    for _ in range(MAX_DEPTH):
+        children: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                children.extend(v for v in item.values() if isinstance(v, dict | list))
+            elif isinstance(item, list):
+                children.extend(v for v in item if isinstance(v, dict | list))
+        if not children:
+            return
+        level = children
+    raise CaptureFormatError(f"nested deeper than {MAX_DEPTH}")
+
+
+# ---------------------------------------------------------------------------------------- document
+
+
+def _encode_document(
+    graphs: Mapping[str, fx.GraphModule],
+    info: Mapping[str, Any],
+    groups: Mapping[str, CapturedGroup],
+    torch_version: str,
+) -> dict[str, Any]:
+    encoder = GraphEncoder()
+    encoded = {name: encoder.graph(module) for name, module in graphs.items()}
+    return {
+        "format": FORMAT,
+        "torch": torch_version,
+        "info": dict(info),
+        "groups": {
+            name: {"ranks": list(group.ranks), "description": group.description}
+            for name, group in groups.items()
+        },
+        "symbols": encoder.values.symbols.hints,
+        "module_stacks": encoder.stacks,
+        "graphs": encoded,
+    }
+
+
+def _decode_document(document: dict[str, Any]) -> Captured:
+    decoder = GraphDecoder(document["symbols"], document["module_stacks"])
+    graphs = {name: decoder.graph(graph) for name, graph in document["graphs"].items()}
+    groups: dict[str, tuple[int, ...]] = {}
+    descriptions: dict[str, str] = {}
+    for name, group in document["groups"].items():
+        groups[name] = tuple(int(rank) for rank in group["ranks"])
+        descriptions[name] = str(group["description"])
+    return Captured(
+        graphs=graphs,
+        info=dict(document["info"]),
+        groups=groups,
+        group_descriptions=descriptions,
+        fake_mode=decoder.values.fake_mode,
+        torch_version=str(document["torch"]),
+    )
