@@ -1,0 +1,27 @@
+"""What all tests share: strict passes, few threads, a watchdog, a fresh compile cache on request."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before torch is imported, which reads them once.  Several workers share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A pass that fails must fail the test instead of leaving the graph as it was.
+os.environ["TORCH_PATCHES_STRICT"] = "1"
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def fresh_inductor_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty compile cache, also for processes that the test starts, and no code compiled before."""
+    folder = tmp_path / "inductor_cache"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    torch._dynamo.reset()
+    yield folder
+    torch._dynamo.reset()

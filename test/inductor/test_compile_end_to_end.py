@@ -1,0 +1,162 @@
+"""Real Inductor compiles of small graphs with collectives, on the fake process group.
+
+Only matmuls and collectives, so that no C++ kernel has to be built.
+"""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
+from torch.testing import FileCheck
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import torch_patches  # noqa: F401  registers the flags
+from torch_patches._inductor.fx_passes.comm_overlap import pipeline
+
+c10d = torch.ops._c10d_functional
+MODE = "aten_distributed_optimizations.bucketing_mode"
+FORM = "aten_distributed_optimizations.bucket_mode"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_ranks():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def fresh(fresh_inductor_cache):
+    counters.clear()
+
+
+def step(x, first, second):
+    """x @ gather(first) @ gather(second), and the scattered products."""
+    group = dist.group.WORLD.group_name
+    gathered = [c10d.wait_tensor(c10d.all_gather_into_tensor(p, 2, group)) for p in (first, second)]
+    y = x @ gathered[0]
+    z = y @ gathered[1]
+    return [c10d.wait_tensor(c10d.reduce_scatter_tensor(t, "sum", 2, group)) for t in (y, z)]
+
+
+def inputs():
+    return torch.randn(4, 4), torch.randn(2, 4), torch.randn(2, 4)
+
+
+def code_of(**flags):
+    torch._dynamo.reset()
+    with config.patch(flags):
+        _, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), *inputs())
+    return code
+
+
+def test_coalesced_buckets_reach_the_generated_code():
+    code = code_of(**{MODE: "topo_span"})
+    FileCheck().check_count(
+        "all_gather_into_tensor_coalesced.default(", 1, exactly=True
+    ).check_count("reduce_scatter_tensor_coalesced.default(", 1, exactly=True).run(code)
+    # one wait for each member, each before its matmul
+    FileCheck().check("all_gather_into_tensor_coalesced.default(").check(
+        "wait_tensor.default"
+    ).check("extern_kernels.mm").check("wait_tensor.default").check("extern_kernels.mm").run(code)
+    assert counters["inductor"]["comm_overlap_buckets"] == 2
+
+
+def test_without_the_flag_nothing_is_merged():
+    code = code_of(**{MODE: "none"})
+    assert "coalesced" not in code
+    assert code.count("all_gather_into_tensor.default(") == 2
+    assert counters["inductor"]["comm_overlap_buckets"] == 0
+
+
+def step_with_late_waits(x, first, second):
+    """Two scatters in flight under a matmul, which needs a buffer as large as their payloads."""
+    group = dist.group.WORLD.group_name
+    y, z = x @ first, x @ second
+    starts = [c10d.reduce_scatter_tensor(t, "sum", 2, group) for t in (y, z)]
+    under = x @ x
+    waited = [c10d.wait_tensor(s) for s in starts]
+    return waited, under @ under
+
+
+def test_buffer_of_a_payload_in_flight_is_not_reused():
+    """Between a coalesced start and its waits nothing may be written into its payloads."""
+    torch._dynamo.reset()
+    with config.patch({MODE: "topo_span", "allow_buffer_reuse": True}):
+        arguments = [torch.randn(4, 4) for _ in range(3)]
+        _, (code,) = run_and_get_code(
+            torch.compile(step_with_late_waits, fullgraph=True), *arguments
+        )
+    lines = [line.strip() for line in code.splitlines()]
+    start = next(i for i, x in enumerate(lines) if "reduce_scatter_tensor_coalesced.default(" in x)
+    payload = lines[start].split("[", 1)[1].split("]")[0].split(", ")
+    assert len(payload) == 2
+    first_wait = next(i for i, x in enumerate(lines) if i > start and "wait_tensor.default" in x)
+    freed = [i for i, x in enumerate(lines) if i > start and any(f"del {p}" in x for p in payload)]
+    assert freed  # the buffers end, or are reused, before the function does
+    assert min(freed) > first_wait
+
+
+def test_torchs_overlap_scheduler_runs_after_ours_without_its_pre_bucketing(monkeypatch):
+    """Its own estimates need a GPU, so that only the call is observed here."""
+    from torch._inductor.fx_passes import overlap_scheduling
+
+    seen = []
+
+    def record(gm):
+        flag = "aten_distributed_optimizations.pre_bucketing_fsdp_collectives"
+        seen.append((str(gm.graph), getattr(config, flag, False)))
+
+    monkeypatch.setattr(
+        overlap_scheduling, "schedule_overlap_bucketing_from_inductor_configs", record
+    )
+    code_of(**{MODE: "topo_span", "aten_distributed_optimizations.enable_overlap_scheduling": True})
+    ((graph, pre_bucketing),) = seen
+    assert "all_gather_into_tensor_coalesced" in graph
+    assert pre_bucketing is False
+
+
+def test_graph_that_cannot_be_handled_compiles_unchanged_with_one_warning(monkeypatch, caplog):
+    plain = code_of(**{MODE: "none"})
+
+    def fail(*args, **kwargs):
+        raise KeyError("a graph nobody thought of")
+
+    monkeypatch.setenv(pipeline.STRICT_VARIABLE, "0")
+    pipeline._warn_untouched.cache_clear()
+    monkeypatch.setattr(pipeline, "apply_plan", fail)
+    with caplog.at_level(logging.WARNING, logger="torch_patches"):
+        codes = [code_of(**{MODE: "topo_span", "force_disable_caches": True}) for _ in range(2)]
+    body = plain[plain.index("def call") : plain.index("def benchmark")]
+    assert all(body in code for code in codes)
+    warnings = [r for r in caplog.records if r.name.startswith("torch_patches")]
+    assert len(warnings) == 1
+    assert "a graph nobody thought of" in warnings[0].getMessage()
+
+
+def test_report_is_an_artifact_of_the_trace(tmp_path):
+    """What TORCH_TRACE collects; read by tlparse."""
+    seen = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            metadata = getattr(record, "metadata", None) or {}
+            if metadata.get("artifact", {}).get("name") == "comm_overlap_report":
+                seen.append(record.payload)
+
+    handler = Handler()
+    logger = logging.getLogger("torch.__trace")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        code_of(**{MODE: "topo_span"})
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    (payload,) = seen
+    assert '"schedule_hash"' in payload
