@@ -55,6 +55,7 @@ class TestReport:
         assert counts["comm_overlap_closed_by_end"] == 2
         assert counts["comm_overlap_max_span"] == report.max_span
         (record,) = [r for r in caplog.records if r.levelno == logging.INFO]
+        assert record.report is report
         line = record.getMessage()
         for figure in ("2 buckets of 6", f"max span {report.max_span} (bound 1500)", "1 -> 3"):
             assert figure in line

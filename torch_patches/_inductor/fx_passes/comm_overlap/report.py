@@ -242,12 +242,14 @@ def failure_report(options: Options, before: Before, reason: str) -> Report:
 def emit_report(report: Report) -> None:
     """One INFO line, counters in ``counters["inductor"]`` and a ``trace_structured`` artifact.
 
+    The log record carries the whole object as ``record.report``, for a handler of the user's.
+
     Counters add up over graphs, except those named ``max``, which keep the largest.
     """
     from torch._dynamo.utils import counters
     from torch._logging import trace_structured
 
-    log.info("%s", report.summary())
+    log.info("%s", report.summary(), extra={"report": report})
     counts = counters["inductor"]
     counts["comm_overlap_graphs"] += 1
     counts["comm_overlap_buckets"] += len(report.buckets)

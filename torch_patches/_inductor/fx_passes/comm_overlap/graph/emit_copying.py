@@ -21,6 +21,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import (
     Emitter,
     Merged,
     collective_op,
+    contiguous_strides,
+    fake_view,
     mark,
     merged_arguments,
 )
@@ -77,8 +79,10 @@ class _Recorder:
         value = node.meta["val"]
         if list(value.shape) == list(shape):
             return node
-        op = aten.view.default if value.is_contiguous() else aten.reshape.default
-        return self.compute(op, (node, list(shape)), donor)
+        if not value.is_contiguous():
+            return self.compute(aten.reshape.default, (node, list(shape)), donor)
+        view = fake_view(value, shape, contiguous_strides(shape))
+        return self.call(aten.view.default, (node, list(shape)), donor, view)
 
     def take(self) -> tuple[fx.Node, ...]:
         made, self._made = tuple(self._made), []
@@ -202,8 +206,15 @@ def _parts(
     made: _Recorder, donor: fx.Node, source: fx.Node, sizes: Sequence[int], dim: int
 ) -> list[fx.Node]:
     """Views of consecutive pieces of ``source`` along ``dim``."""
-    split = made.compute(aten.split_with_sizes.default, (source, list(sizes), dim), donor)
-    values = split.meta["val"]
+    whole = source.meta["val"]
+    values: list[torch.Tensor] = []
+    offset = 0
+    for size in sizes:
+        shape = [*whole.shape[:dim], size, *whole.shape[dim + 1 :]]
+        values.append(fake_view(whole, shape, whole.stride(), offset * whole.stride()[dim]))
+        offset += size
+    arguments = (source, list(sizes), dim)
+    split = made.call(aten.split_with_sizes.default, arguments, donor, values)
     return [
         made.call(operator.getitem, (split, place), donor, value)
         for place, value in enumerate(values)

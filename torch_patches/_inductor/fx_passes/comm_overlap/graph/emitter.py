@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
@@ -96,6 +98,30 @@ def _flatten(values: object) -> list[object]:
     if isinstance(values, (list, tuple)):
         return [leaf for item in values for leaf in _flatten(item)]
     return [values]
+
+
+def fake_view(
+    value: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int = 0
+) -> torch.Tensor:
+    """What a view op returns: ``shape`` and ``strides`` over the storage of ``value``.
+
+    ``offset`` is in elements from where ``value`` starts.  Found without running the op in its
+    fake mode, which takes seven times as long and would dominate a rewrite.
+    """
+    start = int(value.storage_offset()) + offset
+    if not isinstance(value, FakeTensor):
+        return torch.as_strided(value, shape, strides, start)
+    with no_dispatch():
+        plain = torch.as_strided(value, shape, strides, start)
+    return FakeTensor(value.fake_mode, plain, value.device)
+
+
+def contiguous_strides(shape: Sequence[int]) -> list[int]:
+    """Strides of a contiguous tensor; a size of 0 counts as 1, as torch has it."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
+    return strides
 
 
 def collective_op(start: fx.Node, *, coalesced: bool) -> torch._ops.OpOverload:
