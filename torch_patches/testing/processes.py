@@ -1,0 +1,210 @@
+"""Runs one function on several gloo processes of this machine, for tests and the demo.
+
+    results = run_ranks(work, 2, arguments=("x",), timeout_s=60)
+
+    def work(rank: int, say: Say, text: str) -> int: ...   # in each process, group initialised
+
+The processes meet in a file, so no port can be taken.  A rank that fails, the deadline, and Ctrl-C
+end all of them at once; a rank whose parent is gone ends itself.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+Say = Callable[[str], None]
+"""What a rank tells its parent while it works."""
+
+OnMessage = Callable[[int, str], None]
+
+_TICK_S = 0.5
+_STACKS_BEFORE_DEADLINE_S = 5.0
+
+
+class RankFailed(RuntimeError):
+    """A rank raised (the text holds its traceback) or died."""
+
+
+class RanksTimedOut(RuntimeError):
+    """The ranks were ended because they took longer than allowed; the text says how far each was."""
+
+
+@dataclass
+class _Rank:
+    """The parent's view of one process."""
+
+    number: int
+    process: Any
+    connection: Connection
+    last_message: str = "starting"
+    finished: bool = False
+    result: Any = None
+
+
+@dataclass
+class _Ranks:
+    """All processes of a run, and what is left of their time."""
+
+    ranks: list[_Rank]
+    timeout_s: float
+    on_message: OnMessage
+    on_tick: Callable[[], None]
+    started: float = field(default_factory=time.monotonic)
+
+    def collect(self) -> list[Any]:
+        """Serves messages until every rank has its result."""
+        while pending := [rank for rank in self.ranks if not rank.finished]:
+            if time.monotonic() - self.started > self.timeout_s:
+                raise RanksTimedOut(self._timeout_text())
+            ready = wait([rank.connection for rank in pending], timeout=_TICK_S)
+            for rank in pending:
+                if rank.connection in ready:
+                    self._receive(rank)
+            self.on_tick()
+        return [rank.result for rank in self.ranks]
+
+    def _receive(self, rank: _Rank) -> None:
+        try:
+            kind, value = rank.connection.recv()
+        except EOFError:
+            rank.process.join()
+            code = rank.process.exitcode
+            raise RankFailed(
+                f"rank {rank.number} died with exit code {code} after: {rank.last_message}"
+            ) from None
+        if kind == "error":
+            raise RankFailed(f"rank {rank.number} failed after: {rank.last_message}\n{value}")
+        if kind == "result":
+            rank.finished, rank.result = True, value
+            return
+        rank.last_message = value
+        self.on_message(rank.number, value)
+
+    def _timeout_text(self) -> str:
+        places = "; ".join(
+            f"rank {rank.number}: {'done' if rank.finished else rank.last_message}"
+            for rank in self.ranks
+        )
+        return f"not finished after {self.timeout_s:.0f} s, ended ({places})"
+
+    def end(self) -> None:
+        """Ends what still runs."""
+        for rank in self.ranks:
+            if rank.process.is_alive():
+                rank.process.kill()
+        for rank in self.ranks:
+            rank.process.join()
+            rank.connection.close()
+
+
+def run_ranks(
+    target: Callable[..., Any],
+    world_size: int,
+    *,
+    timeout_s: float,
+    arguments: Sequence[Any] = (),
+    on_message: OnMessage = lambda rank, text: None,
+    on_tick: Callable[[], None] = lambda: None,
+) -> list[Any]:
+    """Calls ``target(rank, say, *arguments)`` in ``world_size`` new processes.
+
+    Args:
+        target: a function of a module that a new process can import.
+        timeout_s: seconds until all are ended; shortly before, each rank prints its stacks.
+        on_message: called here with what a rank says.
+        on_tick: called here at least once a second, for a sign of life.
+
+    Returns:
+        The results by rank; they travel pickled.
+
+    Raises:
+        RankFailed, RanksTimedOut
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="torch_patches_") as folder:
+        run = _Ranks([], timeout_s, on_message, on_tick)
+        try:
+            for number in range(world_size):
+                receiving, sending = context.Pipe(duplex=False)
+                place = _Place(number, world_size, os.path.join(folder, "store"), timeout_s)
+                process = context.Process(
+                    target=_main, args=(place, sending, target, tuple(arguments)), daemon=True
+                )
+                process.start()
+                # Ours must close, or the pipe never reports that the rank died.
+                sending.close()
+                run.ranks.append(_Rank(number, process, receiving))
+            return run.collect()
+        finally:
+            run.end()
+
+
+# -- in the new process ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a process stands in the run."""
+
+    rank: int
+    world_size: int
+    store_path: str
+    timeout_s: float
+
+
+def _main(
+    place: _Place, connection: Connection, target: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    # Ctrl-C reaches the whole terminal group; the parent handles it and ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    stacks_after_s = place.timeout_s - _STACKS_BEFORE_DEADLINE_S
+    if stacks_after_s > 0:
+        faulthandler.dump_traceback_later(stacks_after_s, file=2)  # the descriptor
+    try:
+        _join_group(place)
+        result = target(place.rank, lambda text: connection.send(("message", text)), *arguments)
+        connection.send(("result", result))
+    except Exception:
+        connection.send(("error", traceback.format_exc()))
+    # Without a group's teardown, which waits for the other rank; nothing is left to lose.
+    connection.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _follow_parent() -> None:
+    """A parent that was killed outright cannot end its ranks."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _join_group(place: _Place) -> None:
+    # The loopback needs no name resolution, which fresh machines often lack.
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(place.store_path, place.world_size),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=place.timeout_s),
+    )
