@@ -3,7 +3,7 @@
     python tools/bench_bucketing.py --layers 57 --span 70
 
 One JSON line for each merge form: nodes, buckets, counted operations, CPU seconds (process time,
-garbage collection on; median of the repeats).
+garbage collection on; median of the repeats; the whole pipeline, recompiling included).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import copy
 import json
 import statistics
-import sys
 import time
 
 import torch
@@ -20,27 +19,7 @@ import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
-from torch_patches.testing.graph_builder import GraphBuilder
-
-aten = torch.ops.aten
-
-
-def training_graph(layers: int, per_layer: int = 8, compute: int = 12) -> fx.GraphModule:
-    """Each layer: parameter gathers behind casts, a chain of compute, gradient scatters."""
-    b = GraphBuilder()
-    x, waits = b.placeholder(4, 4, dtype=torch.bfloat16), []
-    value = x.meta["val"]
-    for layer in range(layers):
-        print(f"\rbuilding layer {layer + 1} of {layers}", end="", file=sys.stderr)
-        for _ in range(per_layer):
-            cast = b.call(aten._to_copy, b.placeholder(2, 4), dtype=torch.bfloat16)
-            x = b.call(aten.mm, x, b.gather_and_wait(cast, 2, "g"))
-            for _ in range(compute):
-                x = b.graph.call_function(aten.neg.default, (x,))
-                x.meta["val"] = value  # a shared fake value: the pass only reads shapes
-            waits.append(b.scatter_and_wait(x, "sum", 2, "g"))
-    print(file=sys.stderr)
-    return b.output(x, *waits)
+from torch_patches.testing.synthetic import training_graph
 
 
 def measure(gm: fx.GraphModule, options: Options, repeats: int) -> dict[str, object]:
@@ -66,7 +45,7 @@ def main() -> None:
     parser.add_argument("--span", type=int, default=70, help="max_topo_span")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    gm = training_graph(arguments.layers)
+    gm = training_graph(arguments.layers, compute=12)
     for form in ("coalesced", "default"):
         options = Options("topo_span", bucket_mode=form, max_topo_span=arguments.span)
         print(json.dumps(measure(gm, options, arguments.repeats)), flush=True)

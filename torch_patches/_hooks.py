@@ -254,9 +254,9 @@ def compile_patches(model: Any, user: Mapping[str, Any] | None) -> dict[str, Any
         FlagError: on a flag with a wrong type or value.
     """
     user = user or {}
-    if config.bucketing_is_off(user):
-        return None
     options = config.read_options(user)
+    if options.bucketing_mode == "none":
+        return None
     joint = append_pass(config.current_value(JOINT_PASSES, user), JointPass(options))
     post_grad = append_pass(config.current_value(POST_GRAD_PASSES, user), PostGradPass(options))
     metadata = metadata_digest(model, options.bucketing_mode in MODES_READING_NAMES)

@@ -164,7 +164,8 @@ FLAGS: tuple[Flag, ...] = (
         value_type=bool,
         check=_check_bool,
         allowed="True or False",
-        doc="Merge only the collectives of the process group with the most parameter all-gathers.",
+        doc="Of the process groups with parameter gathers or gradient scatters, merge only in the "
+        "one with the most gathers. Groups without either (replicas) are served all the same.",
     ),
     Flag(
         name="bucket_mode",
@@ -223,12 +224,6 @@ def current_value(full_name: str, overrides: Mapping[str, object] | None = None)
     if overrides and full_name in overrides:
         return overrides[full_name]
     return getattr(_compat.config_module, full_name)
-
-
-def bucketing_is_off(overrides: Mapping[str, object] | None = None) -> bool:
-    """Whether ``bucketing_mode`` is "none"; anything else, bad values too, is a wish."""
-    mode = current_value(PREFIX + "bucketing_mode", overrides)
-    return isinstance(mode, str) and mode == "none"
 
 
 def read_options(overrides: Mapping[str, object] | None = None) -> Options:

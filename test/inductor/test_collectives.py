@@ -227,9 +227,36 @@ class TestPositions:
 
         assert position([]) == position([aten.alias, aten.detach, aten.alias]) == 1
 
-    def test_real_slices_count(self):
+    def test_padding_and_cutting_of_shards_do_not_count(self):
+        """A rank with a short shard pads before a gather and cuts after a scatter; others do not."""
+
+        def positions(short):
+            b = GraphBuilder()
+            rows = 3 if short else 4
+            waits = []
+            for _ in range(3):
+                shard = b.placeholder(rows, 2)
+                if short:
+                    shard = b.call(aten.constant_pad_nd, shard, [0, 0, 0, 1])
+                b.gather_and_wait(shard, 2, "g")
+                gradient = b.scatter_and_wait(b.call(aten.neg, b.placeholder(8, 2)), "sum", 2, "g")
+                if short:
+                    gradient = b.call(aten.slice.Tensor, gradient, 0, 0, rows)
+                waits.append(gradient)
+            return [c.position for c in collect(b.output(*waits).graph).collectives]
+
+        assert positions(short=True) == positions(short=False)
+
+    def test_slices_of_activations_count(self):
         b = GraphBuilder()
-        x = b.call(aten.slice.Tensor, b.placeholder(4), 0, 0, 2)
+        x = b.call(aten.slice.Tensor, b.call(aten.neg, b.placeholder(4)), 0, 0, 2)
+        y = b.call(aten.neg, x)
+        gm = b.output(b.gather_and_wait(y, 2, "g"))
+        assert only(gm).position == 3
+
+    def test_transposes_count(self):
+        b = GraphBuilder()
+        x = b.call(aten.t, b.placeholder(4, 4))
         assert only(b.output(b.gather_and_wait(x, 2, "g"))).position == 1
 
 

@@ -107,9 +107,10 @@ def test_passes_straight_through_by_default(stand_in: StandIn, patches: Any) -> 
     assert stand_in.calls[0] is patches
 
 
-def test_bad_flags_do_not_matter_while_the_mode_is_none(stand_in: StandIn) -> None:
+def test_bad_flag_raises_also_while_the_mode_is_none(stand_in: StandIn) -> None:
     DIST.max_topo_span = "many"
-    assert compile_fx() == "compiled"
+    with pytest.raises(config.FlagError, match="max_topo_span"):
+        compile_fx()
 
 
 @pytest.mark.parametrize("how", ["assignment", "patch", "config_patches"])

@@ -319,19 +319,36 @@ from torch._inductor import config
 before = config.get_hash()
 import torch_patches
 assert config.get_hash() != before  # torch knows of the new entries, although it caches the hash
+import torch.distributed as dist
 from torch._dynamo.utils import counters
-x = torch.ones(8, 8, requires_grad=True)
+from torch.distributed import _functional_collectives as funcol
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+
+def step(x, *parameters):
+    for p in parameters:
+        x = x @ funcol.all_gather_tensor_autograd(p, 0, dist.group.WORLD)
+    return x
+
 compiled = torch.compile(
-    lambda x: x @ x, options={"aten_distributed_optimizations.bucketing_mode": "topo_span"}
+    step, options={"aten_distributed_optimizations.bucketing_mode": "topo_span"}
 )
-compiled(x).sum().backward()
-print(counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+parameters = [torch.ones(4, 8, requires_grad=True) for _ in range(2)]
+compiled(torch.ones(8, 8), *parameters).sum().backward()
+print(
+    counters["aot_autograd"]["autograd_cache_hit"],
+    counters["inductor"]["fxgraph_cache_miss"],
+    counters["inductor"]["comm_overlap_buckets"],
+)
 """
 
 
 def test_second_process_hits(sources: Path, tmp_path: Path) -> None:
-    assert output_of(start(SECOND_PROCESS, sources, tmp_path)) == "0 2\n"
-    assert output_of(start(SECOND_PROCESS, sources, tmp_path)) == "1 0\n"
+    """Graphs with buckets in them; on a hit torch replays the counters."""
+    assert output_of(start(SECOND_PROCESS, sources, tmp_path)) == "0 2 2\n"
+    hits, misses, _ = output_of(start(SECOND_PROCESS, sources, tmp_path)).split()
+    assert (hits, misses) == ("1", "0")
 
 
 GENERATED_CODE = """

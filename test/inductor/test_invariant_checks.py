@@ -262,7 +262,8 @@ def test_outputs_that_share_a_buffer_are_noticed(monkeypatch: Patch) -> None:
     ids=["bytes", "span"],
 )
 def test_a_bucket_above_a_bound_is_noticed(options: Options, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(topo_span._KeyRun, "_closes", lambda *_: None)
+    monkeypatch.setattr(topo_span._KeyRun, "_beyond_span", lambda *_: None)
+    monkeypatch.setattr(topo_span, "cap_bytes", lambda *_: 1 << 40)
     assert broken(two_gathers, options).letter == "g"
 
 

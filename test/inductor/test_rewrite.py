@@ -390,6 +390,23 @@ class TestPlacement:
         after, _ = optimized(gm, form)
         assert_same_behaviour(gm, after)
 
+    @pytest.mark.parametrize("form", FORMS)
+    def test_copies_in_follow_the_write_of_their_payload(self, form):
+        """AG_a; buffer.copy_(AG_a); AG_b(buffer): where the bucket of a sinks, the write is late."""
+        b = GraphBuilder()
+        first_a, first_b, buffer, far = (b.placeholder(2, 4) for _ in range(4))
+        gathered = b.gather_and_wait(first_a, 2, "g")
+        update = b.call(aten.slice.Tensor, gathered, 0, 0, 2)
+        other = b.gather_and_wait(first_b, 2, "h")
+        b.call(aten.copy_, buffer, update)
+        late = b.gather_and_wait(buffer, 2, "h")
+        for dtype in [torch.float64, torch.float32] * 4:  # many casts: sinking is cheaper
+            far = b.call(aten._to_copy, far, dtype=dtype)
+        gm = b.output(gathered, other, late, b.gather_and_wait(far, 2, "g"))
+        after, report = optimized(gm, form)
+        assert len(report.buckets) == 2
+        assert_same_behaviour(gm, after)
+
     def test_no_op_views_do_not_change_the_order_of_the_rest(self):
         def order(no_ops):
             b = GraphBuilder()

@@ -19,7 +19,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     CloseReason,
-    CollectiveTag,
     MergeForm,
     Options,
     Plan,
@@ -85,7 +84,7 @@ class TestByteCap:
         assert sizes(plan) == []
         assert {r.reason for r in plan.refusals} == {
             RefusalReason.BYTE_CAP,
-            RefusalReason.ALONE_IN_KEY,
+            RefusalReason.LEFT_OVER,
         }
 
     def test_no_cap_means_the_saturation_estimate_of_the_group(self):
@@ -175,6 +174,15 @@ class TestKeys:
         plan = plan_of(b.output(*waits))
         assert [[m.index for m in x.members] for x in plan.buckets] == [[0, 1], [2, 3]]
 
+    def test_what_a_side_effect_keeps_apart_says_so(self):
+        b = GraphBuilder()
+        waits = [b.gather_and_wait(b.placeholder(4), 2, "g")]
+        b.graph.call_function(print, (waits[0],))
+        waits += [b.gather_and_wait(b.placeholder(4), 2, "g")]
+        plan = plan_of(b.output(*waits))
+        assert sizes(plan) == []
+        assert plan.refusals[0].reason is RefusalReason.BARRIER
+
 
 class TestDependencies:
     def _greedy(self, gm):
@@ -193,6 +201,15 @@ class TestDependencies:
         plan = self._greedy(b.output(*waits))
         assert [[m.index for m in x.members] for x in plan.buckets] == [[0, 2], [1, 3]]
         assert plan.buckets[0].close_reason is CloseReason.DEPENDENCY
+
+    def test_dependent_candidate_does_not_close_the_bucket_by_its_size(self):
+        """A large gather that cannot join anyway must not keep small ones out."""
+        b = GraphBuilder()
+        first = b.gather_and_wait(b.placeholder(4), 2, "g")
+        large = b.gather_and_wait(b.call(aten.expand, first, [64, 8]), 2, "g")
+        rest = [b.gather_and_wait(b.placeholder(4), 2, "g") for _ in range(2)]
+        plan = plan_of(b.output(large, *rest), bucket_cap_mb=1e-4)
+        assert [[m.index for m in x.members] for x in plan.buckets] == [[0, 2, 3]]
 
     def test_chain_of_dependents_is_never_merged_and_the_work_is_bounded(self):
         def operations(length):
@@ -259,11 +276,20 @@ class TestPayloadOrder:
     def _members(self, indices):
         b, waits = gathers(len(indices), 16)
         members = collect(b.output(*waits).graph).collectives
-        tags = [None if i is None else CollectiveTag("parameter", None, i) for i in indices]
-        return [dataclasses.replace(m, tag=t) for m, t in zip(members, tags, strict=True)]
+        pairs = zip(members, indices, strict=True)
+        return [dataclasses.replace(m, parameter_index=i) for m, i in pairs]
 
-    def test_registration_order_where_known(self):
+    def test_order_of_the_parameters_where_known(self):
         assert payload_order(self._members([2, 0, 1])) == (1, 2, 0)
+
+    def test_gathers_and_scatters_of_one_model_agree(self):
+        """Parameters p0, p1, p2; used 2, 0, 1; gradients come in another order still."""
+        b = GraphBuilder()
+        parameters = [b.placeholder(4) for _ in range(3)]
+        gathered = [b.gather_and_wait(parameters[i], 2, "g") for i in (2, 0, 1)]
+        gradients = {i: b.scatter_and_wait(b.placeholder(4), "sum", 2, "g") for i in (1, 2, 0)}
+        plan = plan_of(b.output(*[gradients[i] for i in range(3)], *gathered))
+        assert [x.payload_order for x in plan.buckets] == [(1, 2, 0), (2, 0, 1)]
 
     def test_graph_order_where_not_known_for_all(self):
         assert payload_order(self._members([2, None, 1])) == (0, 1, 2)

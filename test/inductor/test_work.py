@@ -3,30 +3,12 @@
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
-import torch
 
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
-from torch_patches.testing.graph_builder import GraphBuilder
-
-aten = torch.ops.aten
-
-
-def training_graph(layers, per_layer=8, compute=3):
-    """Each layer: parameter gathers behind casts, a chain of compute, gradient scatters."""
-    b = GraphBuilder()
-    x, waits = b.placeholder(4, 4, dtype=torch.bfloat16), []
-    for _ in range(layers):
-        for _ in range(per_layer):
-            cast = b.call(aten._to_copy, b.placeholder(2, 4), dtype=torch.bfloat16)
-            x = b.call(aten.mm, x, b.gather_and_wait(cast, 2, "g"))
-            for _ in range(compute):
-                x = b.call(aten.neg, x)
-            waits.append(b.scatter_and_wait(x, "sum", 2, "g"))
-    return b.output(x, *waits)
+from torch_patches.testing.synthetic import training_graph
 
 
 @pytest.mark.parametrize("form", ["default", "coalesced"])
@@ -41,11 +23,9 @@ def test_operations_grow_linearly(form):
 
 
 SCRIPT = """
-import sys
-sys.path.insert(0, {tests!r})
-from test_work import training_graph
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
+from torch_patches.testing.synthetic import training_graph
 gm = training_graph(3)
 for i, node in enumerate(gm.graph.nodes):
     node.name = f"{prefix}{{i}}"
@@ -56,8 +36,8 @@ print(report.schedule_hash, [str(n.target) for n in gm.graph.nodes if n.op == "c
 
 def test_plan_does_not_depend_on_hash_seed_or_names():
     outputs = set()
-    for seed, prefix in (("0", "a"), ("1", "b"), ("2", "zz")):
-        script = textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).parent), prefix=prefix)
+    for seed, prefix in (("0", "a"), ("1", "zz")):
+        script = textwrap.dedent(SCRIPT).format(prefix=prefix)
         result = subprocess.run(
             [sys.executable, "-c", script],
             env={"PYTHONHASHSEED": seed, "PATH": "", "PYTHONPATH": ":".join(sys.path)},

@@ -14,8 +14,10 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.check import check_plan
@@ -35,9 +37,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.report import (
     Before,
     Report,
     build_report,
-    describe_bucket,
     emit_report,
-    failure_report,
 )
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,13 @@ log = logging.getLogger(__name__)
 STRICT_VARIABLE = "TORCH_PATCHES_STRICT"
 
 #: Causes local to one rank: swallowing them there would change one rank's schedule and hang the job.
-RANK_LOCAL_ERRORS = (OSError, MemoryError, RecursionError)
+RANK_LOCAL_ERRORS = (
+    OSError,
+    MemoryError,
+    RecursionError,
+    ImportError,
+    torch.OutOfMemoryError,
+)
 
 Planner = Callable[[Skeleton, AugmentedGraph[fx.Node], Options], Plan]
 
@@ -62,47 +68,70 @@ def run_post_grad(graph: fx.Graph, options: Options) -> Report | None:
     """Buckets the collectives of a forward or backward graph, in place.
 
     Returns:
-        The report, or None where there is nothing to do (mode "none", no collectives).
+        The report, or None where there is nothing to do (mode "none", no collectives) or to tell.
 
     Raises:
-        OSError, MemoryError, RecursionError: causes local to this rank.  Any other failure leaves
-            the graph as it was and warns once.
+        OSError, MemoryError, ...: causes local to this rank (:data:`RANK_LOCAL_ERRORS`).  Any
+            other failure leaves the graph as it was and warns once.
     """
     planner = PLANNERS.get(options.bucketing_mode)
     if planner is None:
         return None
-    snapshot: Snapshot | None = None
-    before: Before | None = None
     try:
-        skeleton = collect(graph)
-        if not skeleton.collectives:
-            return None
-        before = Before.of(graph, skeleton)
-        plan = planner(skeleton, contract(graph, skeleton), options)
-        plan = check_plan(skeleton, contract(graph, skeleton), plan)
-        buckets = [describe_bucket(bucket) for bucket in plan.buckets]
-        after = skeleton
-        if plan.buckets:
-            snapshot = Snapshot(graph)
-            apply_plan(graph, skeleton, plan)
-            graph.lint()
-        _mark_considered(graph, options)
-        if plan.buckets:
-            after = collect(graph)
-        report = build_report(options, before, buckets, plan, graph, after)
+        change = _bucket(graph, options, planner)
     except RANK_LOCAL_ERRORS:
         raise
     except Exception as error:
-        if os.environ.get(STRICT_VARIABLE) == "1":
-            raise
-        if snapshot is not None:
-            snapshot.restore()
-        _warn_untouched(f"{type(error).__name__}: {error}")
-        if before is None:
-            return None
-        report = failure_report(options, before, f"{type(error).__name__}: {error}")
-    emit_report(report)
+        _raise_if_strict(error)
+        reason = f"{type(error).__name__}: {error}"
+        _warn_untouched(reason)
+        return Report(options.bucketing_mode, failure=reason)
+    return None if change is None else _report(graph, options, change)
+
+
+@dataclass(frozen=True, eq=False)
+class _Change:
+    """The graph before, and the plan that was applied to it."""
+
+    before: Before
+    plan: Plan
+
+
+def _bucket(graph: fx.Graph, options: Options, planner: Planner) -> _Change | None:
+    """Reads, decides, checks and applies; the graph is as it was if this raises."""
+    skeleton = collect(graph)
+    if not skeleton.collectives:
+        return None
+    before = Before.of(graph, skeleton)
+    plan = planner(skeleton, contract(graph, skeleton), options)
+    plan = check_plan(skeleton, contract(graph, skeleton), plan)
+    snapshot = Snapshot(graph)
+    try:
+        if plan.buckets:
+            apply_plan(graph, skeleton, plan)
+            graph.lint()
+        _mark_considered(graph, options)
+    except Exception:
+        snapshot.restore()
+        raise
+    return _Change(before, plan)
+
+
+def _report(graph: fx.Graph, options: Options, change: _Change) -> Report | None:
+    """Tells what was done.  A failure here must not undo it: the other ranks have done it too."""
+    try:
+        report = build_report(options, change.before, change.plan, graph, collect(graph))
+        emit_report(report)
+    except Exception as error:
+        _raise_if_strict(error)
+        log.warning("torch_patches bucketed a graph but could not report it", exc_info=True)
+        return None
     return report
+
+
+def _raise_if_strict(error: Exception) -> None:
+    if os.environ.get(STRICT_VARIABLE) == "1":
+        raise error
 
 
 def _mark_considered(graph: fx.Graph, options: Options) -> None:
@@ -129,13 +158,17 @@ def optimize_graph(gm: fx.GraphModule, options: Options) -> Report:
     """Runs the pipeline on one GraphModule and recompiles it; see ``torch_patches.optimize_graph``."""
     report = run_post_grad(gm.graph, options)
     gm.recompile()
-    return report if report is not None else Report(options.bucketing_mode, {}, {}, (), ())
+    return report if report is not None else Report(options.bucketing_mode)
 
 
 @functools.cache
 def source_digest() -> str:
     """Hash of every source file of the package; part of Inductor's cache key."""
-    root = Path(__file__).parents[3]
+    return digest_of(Path(__file__).parents[3])
+
+
+def digest_of(root: Path) -> str:
+    """Hash of the names and contents of all Python files under ``root``."""
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode())

@@ -10,7 +10,7 @@ Sizes are bytes of the *full* tensor (gather output, scatter input), the amount 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, fields
 
 import torch
@@ -60,6 +60,7 @@ class RefusalReason(enum.Enum):
     NOT_PARAMETER_TRAFFIC = "it carries neither a parameter nor a gradient"
     NOT_PRIMARY_GROUP = "primary_fsdp_group_only is set and its group is not the primary one"
     ALONE_IN_KEY = "no other collective has its kind, group, dtype, reduce op and device"
+    LEFT_OVER = "the others of its key are in buckets that it could not join"
     BYTE_CAP = "the next member would exceed bucket_cap_mb"
     SPAN_CAP = "the next member would exceed max_topo_span"
     DEPENDENCY = "it depends on a member of the bucket, or merging would close a cycle"
@@ -97,15 +98,6 @@ class Traffic(enum.Enum):
     OTHER = "other"  # activations, routing, statistics
 
 
-@dataclass(frozen=True)
-class CollectiveTag:
-    """What the joint graph knows of a collective: see ``passes/tagging.py``."""
-
-    role: str
-    parameter: str | None = None
-    registration_index: int | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class Collective:
     """One collective of the graph, from its start to its waits.
@@ -127,7 +119,8 @@ class Collective:
         traffic: parameter, gradient or other.
         refusal: why it can never be a bucket member, or None.
         has_symbolic_size: some dimension is symbolic.
-        tag: parameter or gradient traffic, where known.
+        parameter_index: place of the parameter among the graph's inputs, or of its gradient among
+            the outputs, where there is one; gathers and reductions of a model agree in its order.
         considered: fingerprint of the options of an earlier run that left it alone, or None.
     """
 
@@ -148,7 +141,7 @@ class Collective:
     traffic: Traffic
     refusal: RefusalReason | None
     has_symbolic_size: bool = False
-    tag: CollectiveTag | None = None
+    parameter_index: int | None = None
     considered: str | None = None
 
 
@@ -178,6 +171,7 @@ class Skeleton:
         collectives: all of them, in start order.
         barriers: nodes with side effects, in graph order.
         positions: node -> number of working nodes before it.
+        idle: nodes that do no work, or only on ranks with a short shard; they count nowhere.
         order_dependencies: (before, after) pairs that data flow does not show: accesses of a
             mutated storage, random ops, barriers.
         total_nodes: nodes in the graph.
@@ -187,6 +181,7 @@ class Skeleton:
     collectives: tuple[Collective, ...]
     barriers: tuple[Barrier, ...]
     positions: Mapping[fx.Node, int]
+    idle: Set[fx.Node]
     order_dependencies: tuple[tuple[fx.Node, fx.Node], ...]
     total_nodes: int
     working_nodes: int
@@ -217,8 +212,9 @@ class Bucket:
     Args:
         members: in graph order of their starts.
         payload_order: permutation of ``range(len(members))``: the order of the payload in the
-            merged collective.  Parameter registration order where known, else graph order; it
-            decides byte offsets, hence the rounding of ring reductions, and is independent of
+            merged collective.  The order of the parameters among the graph's inputs (under AOT
+            export their registration order, under Dynamo that of first use) where known for all
+            members, else graph order; it decides byte offsets, hence the rounding of ring reductions, and is independent of
             where the merged node stands.
         form: copying or coalesced.
         close_reason: why it took no further member.
@@ -262,7 +258,8 @@ class Options:
         bucket_cap_mb: MB (2**20 bytes) a bucket may hold; a sequence is by bucket index with the
             last value repeating; a callable takes the bucket index; None takes the size that
             saturates the group's network.
-        primary_fsdp_group_only: bucket only the group with the most parameter all-gathers.
+        primary_fsdp_group_only: of the groups with parameter gathers or gradient scatters, bucket
+            only the one with the most gathers; other groups (replicas) are served all the same.
         bucket_mode: "default" (copying), "coalesced" (zero-copy), None (chosen by the pass).
     """
 
@@ -272,7 +269,7 @@ class Options:
     primary_fsdp_group_only: bool = False
     bucket_mode: str | None = None
 
-    def fingerprint(self) -> str:
-        """Equal for equal options; a function counts by its qualified name."""
-        values = (getattr(self, f.name) for f in fields(self))
-        return repr([getattr(v, "__qualname__", v) if callable(v) else v for v in values])
+    def fingerprint(self) -> str | None:
+        """Equal for equal options; None with a function among them, which cannot be compared."""
+        values = [getattr(self, f.name) for f in fields(self)]
+        return None if any(callable(v) for v in values) else repr(values)

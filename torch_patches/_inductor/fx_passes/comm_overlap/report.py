@@ -7,7 +7,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch.fx as fx
 
@@ -81,7 +81,6 @@ class Report:
         displaced_share: share of surviving call_function nodes that moved, 0 to 1.
         max_consecutive_compute_before, max_consecutive_compute_after: see
             ``max_consecutive_compute_between_reduce_scatters``.
-        identification: what told parameters from activations.
         operations: counted work of the search.
         schedule_hash: equal on two ranks exactly if they launch the same collectives in the same
             order; compare it offline when a job hangs.
@@ -89,10 +88,10 @@ class Report:
     """
 
     mode: str
-    collectives_before: dict[str, int]
-    collectives_after: dict[str, int]
-    groups_before: tuple[GroupReport, ...]
-    groups_after: tuple[GroupReport, ...]
+    collectives_before: dict[str, int] = field(default_factory=dict)
+    collectives_after: dict[str, int] = field(default_factory=dict)
+    groups_before: tuple[GroupReport, ...] = ()
+    groups_after: tuple[GroupReport, ...] = ()
     buckets: tuple[BucketReport, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     max_span: int = 0
@@ -101,7 +100,6 @@ class Report:
     displaced_share: float = 0.0
     max_consecutive_compute_before: int = 0
     max_consecutive_compute_after: int = 0
-    identification: str = "structure"
     operations: int = 0
     schedule_hash: str = ""
     failure: str | None = None
@@ -134,16 +132,14 @@ class Before:
 
     nodes: tuple[fx.Node, ...]
     max_consecutive_compute: int
-    launches: dict[str, int]
-    groups: tuple[GroupReport, ...]
+    collectives: tuple[Collective, ...]
 
     @staticmethod
     def of(graph: fx.Graph, skeleton: Skeleton) -> Before:
         return Before(
             tuple(graph.nodes),
             max_consecutive_compute_between_reduce_scatters(graph),
-            count_launches(skeleton.collectives),
-            summarize_groups(skeleton.collectives),
+            skeleton.collectives,
         )
 
 
@@ -192,28 +188,35 @@ def describe_bucket(bucket: Bucket) -> BucketReport:
 def schedule_hash(skeleton: Skeleton) -> str:
     """Hash of the launches in order: kind, group, dtype, reduce op and payload shapes."""
     digest = hashlib.sha256()
+    # A group's name is local to a rank (each rank has its own sub-group of a mesh); which of the
+    # groups it is, by first appearance, is not.
+    ordinals: dict[str, int] = {}
     for collective in skeleton.collectives:
-        shapes = [[str(n) for n in t.shape] for t in tensors_of(collective.start.meta.get("val"))]
-        digest.update(repr((collective.kind.value, str(collective.key), shapes)).encode())
+        ordinal = ordinals.setdefault(collective.group, len(ordinals))
+        key = collective.key and replace(collective.key, group=str(ordinal))
+        value = collective.start.meta.get("val")
+        # a symbol's name, too, may be local to a rank
+        shapes = [[n if isinstance(n, int) else "?" for n in t.shape] for t in tensors_of(value)]
+        digest.update(repr((collective.kind.value, key, shapes)).encode())
     return digest.hexdigest()[:16]
 
 
 def build_report(
     options: Options,
     before: Before,
-    buckets: Sequence[BucketReport],
     plan: Plan,
     graph: fx.Graph,
     after: Skeleton,
 ) -> Report:
     """Assembles the report of a run whose plan has been applied to ``graph``."""
+    buckets = tuple(describe_bucket(bucket) for bucket in plan.buckets)
     return Report(
         mode=options.bucketing_mode,
-        collectives_before=before.launches,
+        collectives_before=count_launches(before.collectives),
         collectives_after=count_launches(after.collectives),
-        groups_before=before.groups,
+        groups_before=summarize_groups(before.collectives),
         groups_after=summarize_groups(after.collectives),
-        buckets=tuple(buckets),
+        buckets=buckets,
         refusals=plan.refusals,
         max_span=max((b.span for b in buckets), default=0),
         max_topo_span=options.max_topo_span,
@@ -223,19 +226,6 @@ def build_report(
         max_consecutive_compute_after=max_consecutive_compute_between_reduce_scatters(graph),
         operations=plan.operations,
         schedule_hash=schedule_hash(after),
-    )
-
-
-def failure_report(options: Options, before: Before, reason: str) -> Report:
-    """The report of a run that left the graph as it was."""
-    return Report(
-        mode=options.bucketing_mode,
-        collectives_before=before.launches,
-        collectives_after=before.launches,
-        groups_before=before.groups,
-        groups_after=before.groups,
-        max_topo_span=options.max_topo_span,
-        failure=reason,
     )
 
 

@@ -22,15 +22,17 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     COLLECTIVE_NAMESPACES,
-    does_work,
     is_view,
     op_name,
     op_namespace,
     tensors_of,
     viewed_node,
     wait_source,
-    working_positions,
     wrapped_node,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.graph.positions import (
+    count_positions,
+    idle_nodes,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import (
     decision_bytes,
@@ -106,12 +108,13 @@ def collect(graph: fx.Graph) -> Skeleton:
     Linear in nodes and edges.  Positions count working nodes only, so that views and aliases, in
     which ranks may differ, do not move anything.
     """
-    positions = working_positions(graph)
+    traffic = TrafficFinder(graph)
+    idle = idle_nodes(graph, traffic)
+    positions = count_positions(graph, idle)
     effects = find_effects(graph, is_collective=lambda n: collective_kind(n) is not None)
     fences = {b.node for b in effects.barriers if b.kind is BarrierKind.EFFECT}
     waits_of = _waits_by_start(graph)
     places = _Places(positions, _segments(graph, fences), number_nodes(graph))
-    traffic = TrafficFinder(graph)
     starts = [n for n in graph.nodes if collective_kind(n) is not None]
     return Skeleton(
         collectives=tuple(
@@ -120,9 +123,10 @@ def collect(graph: fx.Graph) -> Skeleton:
         ),
         barriers=_with_positions(effects, positions),
         positions=positions,
+        idle=idle,
         order_dependencies=effects.order_dependencies,
         total_nodes=len(positions),
-        working_nodes=sum(does_work(n) for n in graph.nodes),
+        working_nodes=len(positions) - len(idle),
     )
 
 
@@ -201,6 +205,7 @@ def _read(
         wait_segment=min((places.segments[w] for w in waits), default=None),
         traffic=traffic.of(start, traits.kind, waits),
         refusal=_refusal(start, traits, waits, inputs, outputs, wrapped=inner is not None),
+        parameter_index=traffic.parameter_index(start, traits.kind, waits),
         considered=start.meta.get(CONSIDERED_MARK),
         has_symbolic_size=any(has_symbols(t) for t in (*inputs, *outputs)),
     )

@@ -277,8 +277,11 @@ def _alias_classes(graph: fx.Graph, mutations: dict[fx.Node, list[fx.Node]]) -> 
         source = wait_source(node)
         if source is not None:
             storages.union(source, node)
-        elif is_view(node) and isinstance(node.args[0], fx.Node):
-            storages.union(node.args[0], node)
+        elif is_view(node) or op_name(node.target) == "constant_pad_nd":
+            # Padding copies, but only on ranks with a short shard; the others read the parameter
+            # itself.  Both must see the same constraints.
+            if isinstance(node.args[0], fx.Node):
+                storages.union(node.args[0], node)
         elif isinstance(node.target, torch._ops.OpOverload):
             for aliased in _aliased_inputs(node, node.target):
                 storages.union(aliased, node)

@@ -29,18 +29,28 @@ def _name_of(group: object, node_numbers: dict[fx.Node, int]) -> str:
         return group
     if isinstance(group, fx.Node):
         known = getattr(group.meta.get("val"), "group_name", None)
-        return known if isinstance(known, str) else _describe(group, node_numbers)
+        return known if isinstance(known, str) else _describe(group, node_numbers, {})
     name = getattr(group, "group_name", None)
     return name if isinstance(name, str) else repr(group)
 
 
-def _describe(value: object, node_numbers: dict[fx.Node, int]) -> str:
-    """Text of the computation that yields a group: equal text means the same group."""
+def _describe(value: object, node_numbers: dict[fx.Node, int], known: dict[fx.Node, str]) -> str:
+    """Text of the computation that yields a group: equal text means the same group.
+
+    A node met before is named by the order of its first visit, so that the text stays linear.
+    """
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_describe(v, node_numbers, known) for v in value) + "]"
     if not isinstance(value, fx.Node):
         return repr(value)
+    if value in known:
+        return known[value]
+    known[value] = f"${len(known)}"
+    if value.op == "get_attr":
+        return f"attribute {value.target}"
     if value.op != "call_function":
         return f"%{node_numbers[value]}"
-    parts = [_describe(a, node_numbers) for a in (*value.args, *value.kwargs.values())]
+    parts = [_describe(a, node_numbers, known) for a in (*value.args, *value.kwargs.values())]
     return f"{value.target}({', '.join(parts)})"
 
 

@@ -1,7 +1,8 @@
 """Small questions about single FX nodes: which op is it, does it work, does it alias?
 
-A *working* node launches something.  Views, aliases and slices that keep everything do not; they
-are skipped in positions so that two ranks which differ only by such nodes agree.
+A *working* node launches something.  Aliases, reshaping views and slices that keep everything do
+not.  Other nodes that move no data (a transpose, a getitem) count as work all the same: ranks do
+not differ in them.
 """
 
 from __future__ import annotations
@@ -104,20 +105,10 @@ def same_sizes(a: torch.Size, b: torch.Size) -> bool:
 
 
 def does_work(node: fx.Node) -> bool:
-    """False for placeholders, outputs, attributes, aliases, views, detaches and full slices."""
+    """False for placeholders, outputs, attributes, aliases, reshapes, detaches and full slices."""
     if node.op in ("placeholder", "output", "get_attr"):
         return False
     return not (_is_compute_op_in(node, _NO_OP_NAMES) or is_full_slice(node))
-
-
-def working_positions(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Number of working nodes before each node, for the whole graph; linear."""
-    positions: dict[fx.Node, int] = {}
-    count = 0
-    for node in graph.nodes:
-        positions[node] = count
-        count += does_work(node)
-    return positions
 
 
 def is_control_deps(node: fx.Node) -> bool:

@@ -13,12 +13,11 @@ The order is then the smallest one, by the nodes' keys, that respects data and e
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch.fx as fx
 
-from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import does_work
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Bucket, CollectiveKind
 
 #: (slot in the input graph, phase within the slot, tie): hoisted, then new, then the node there.
@@ -52,7 +51,9 @@ class _Frontier:
     working: int = 0
 
 
-def choose_slot(bucket: Bucket, numbers: Mapping[fx.Node, int], precedence: Precedence) -> int:
+def choose_slot(
+    bucket: Bucket, numbers: Mapping[fx.Node, int], precedence: Precedence, idle: Set[fx.Node]
+) -> int:
     """Where the merged start belongs: the number of the first member's start, or of the last's.
 
     The side that moves fewer working nodes wins; on a tie gathers go first and reductions last.
@@ -69,7 +70,7 @@ def choose_slot(bucket: Bucket, numbers: Mapping[fx.Node, int], precedence: Prec
             if other not in side.seen and first < numbers.get(other, -1) < last:
                 side.seen.add(other)
                 side.pending.append(other)
-                side.working += does_work(other)
+                side.working += other not in idle
     if hoist.working == sink.working:
         gather = bucket.key.kind is CollectiveKind.ALL_GATHER
         return first if gather else last

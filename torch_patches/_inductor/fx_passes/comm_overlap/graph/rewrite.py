@@ -18,7 +18,6 @@ traced.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch.fx as fx
 
@@ -45,14 +44,7 @@ class CycleError(RuntimeError):
     """The plan cannot be ordered.  The legality check comes first, so this is a bug."""
 
 
-@dataclass(frozen=True, eq=False)
-class Applied:
-    """What a rewrite did: the merged nodes of each bucket, in the plan's order."""
-
-    merged: tuple[Merged, ...]
-
-
-def apply_plan(graph: fx.Graph, skeleton: Skeleton, plan: Plan) -> Applied:
+def apply_plan(graph: fx.Graph, skeleton: Skeleton, plan: Plan) -> None:
     """Merges the buckets of ``plan`` and restores a topological order; the graph changes in place.
 
     Near-linear in the graph.  The caller lints and recompiles once.
@@ -62,7 +54,7 @@ def apply_plan(graph: fx.Graph, skeleton: Skeleton, plan: Plan) -> Applied:
     """
     numbers = number_nodes(graph)
     precedence = Precedence(skeleton.order_dependencies)
-    slots = [choose_slot(bucket, numbers, precedence) for bucket in plan.buckets]
+    slots = [choose_slot(bucket, numbers, precedence, skeleton.idle) for bucket in plan.buckets]
     placement = Placement(numbers)
     emitter = Emitter(graph, {node for pair in skeleton.order_dependencies for node in pair})
     merged: list[Merged] = []
@@ -76,16 +68,14 @@ def apply_plan(graph: fx.Graph, skeleton: Skeleton, plan: Plan) -> Applied:
             placement.place_like(new, old)
         renamed.update(result.replaced)
         merged.append(result)
-    precedence = Precedence(_renamed(skeleton.order_dependencies, renamed))
+    precedence = Precedence(_carried_over(skeleton.order_dependencies, renamed, merged))
     for result in merged:
-        placement.hoist_inputs(result.start_nodes[0], precedence)
-        for node in result.start_nodes[1:]:
+        for node in result.start_nodes:
             placement.hoist_inputs(node, precedence)
     order = smallest_order(graph.nodes, precedence, placement)
     if order is None:
         raise CycleError("the planned buckets close a cycle")
     relink(graph, order)
-    return Applied(tuple(merged))
 
 
 def _emit(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
@@ -94,15 +84,28 @@ def _emit(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
     return emit_copying(emitter, bucket, index)
 
 
-def _renamed(
-    pairs: Sequence[tuple[fx.Node, fx.Node]], renamed: dict[fx.Node, fx.Node]
+def _carried_over(
+    pairs: Sequence[tuple[fx.Node, fx.Node]],
+    renamed: dict[fx.Node, fx.Node],
+    merged: Sequence[Merged],
 ) -> list[tuple[fx.Node, fx.Node]]:
-    """Order dependencies with erased nodes replaced by what took their place."""
+    """Order dependencies with erased nodes replaced by what took their place.
+
+    What a member's start had to follow, a write of its payload above all, the copies into the
+    bucket must follow too: they read the payload now.
+    """
+    reads = {result.start: result.start_nodes for result in merged}
 
     def current(node: fx.Node) -> fx.Node:
         while node in renamed:
             node = renamed[node]
         return node
 
-    result = [(current(before), current(after)) for before, after in pairs]
-    return [(before, after) for before, after in result if before is not after]
+    result: list[tuple[fx.Node, fx.Node]] = []
+    for before, after in pairs:
+        before, after = current(before), current(after)
+        if before is after:
+            continue
+        readers = reads.get(after, (after,))
+        result.extend((before, reader) for reader in readers if before not in readers)
+    return result

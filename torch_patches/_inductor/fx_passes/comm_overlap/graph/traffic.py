@@ -53,16 +53,39 @@ def _is_tensor(node: fx.Node) -> bool:
     return next(tensors_of(node.meta.get("val")), None) is not None
 
 
+def _places_in_output(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Number, among all values that leave the graph, of the first place where a node does."""
+    leaving: list[object] = []
+    for output in graph.find_nodes(op="output"):
+        fx.node.map_aggregate(output.args, lambda value: leaving.append(value))
+    places: dict[fx.Node, int] = {}
+    for place, value in enumerate(leaving):
+        if isinstance(value, fx.Node):
+            places.setdefault(value, place)
+    return places
+
+
 class TrafficFinder:
     """Two linear sweeps over a graph, then constant-time answers."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._origin: dict[fx.Node, fx.Node | None] = {}
         self._terminal: dict[fx.Node, bool] = {}
+        self._input_places = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
+        self._output_places = _places_in_output(graph)
         for node in graph.nodes:
             self._origin[node] = self._find_origin(node)
         for node in reversed(graph.nodes):
             self._terminal[node] = self._ends_in_output(node)
+            if self._terminal[node]:
+                self._output_places[node] = self._first_place(node)
+
+    def _first_place(self, node: fx.Node) -> int:
+        """The first output that a node leads to, if it leads to outputs only."""
+        places = [self._output_places[u] for u in node.users if u.op != "output"]
+        if node in self._output_places:
+            places.append(self._output_places[node])
+        return min(places)
 
     def _find_origin(self, node: fx.Node) -> fx.Node | None:
         """The one tensor placeholder that ``node`` is a rearrangement of, or None."""
@@ -79,6 +102,24 @@ class TrafficFinder:
             user.op == "output" or (_finishes_gradient(user) and self._terminal[user])
             for user in node.users
         )
+
+    def is_at_the_edge(self, node: fx.Node) -> bool:
+        """Only rearranges an input of the graph, or only leads to outputs."""
+        return self._origin[node] is not None or self._terminal[node]
+
+    def parameter_index(
+        self, start: fx.Node, kind: CollectiveKind, waits: tuple[fx.Node, ...]
+    ) -> int | None:
+        """Place of the parameter among the graph's inputs, or of its gradient among the outputs.
+
+        Gradients leave a graph in the order of its inputs, so both give one order.
+        """
+        if kind is CollectiveKind.ALL_GATHER:
+            origins = {self._origin[n] for n in start.all_input_nodes if _is_tensor(n)}
+            origin = next(iter(origins)) if len(origins) == 1 else None
+            return None if origin is None else self._input_places[origin]
+        places = [self._output_places[w] for w in waits if self._terminal[w]]
+        return min(places, default=None)
 
     def of(self, start: fx.Node, kind: CollectiveKind, waits: tuple[fx.Node, ...]) -> Traffic:
         """Traffic of the collective that ``start`` launches."""

@@ -126,11 +126,13 @@ def select_candidates(
     groups = identify_fsdp_groups(skeleton)
     allowed = {g.group for g in identify_fsdp_groups(skeleton, options.primary_fsdp_group_only)}
     minority = {g.group for g in groups} - allowed
+    fingerprint = options.fingerprint()
     candidates: list[Collective] = []
     refusals: list[Refusal] = []
     for collective in skeleton.collectives:
         reason = collective.refusal
-        if reason is None and collective.considered == options.fingerprint():
+        considered = collective.considered is not None and collective.considered == fingerprint
+        if reason is None and considered:
             reason = RefusalReason.ALREADY_CONSIDERED
         if reason is None and collective.traffic is Traffic.OTHER:
             reason = RefusalReason.NOT_PARAMETER_TRAFFIC
@@ -161,8 +163,8 @@ def greedy_buckets(
         if len(members) == 1:
             reasons.append(Refusal((members[0].start.name,), RefusalReason.ALONE_IN_KEY))
             continue
-        run = _KeyRun(key, contracted, options)
-        run.take(members)
+        run = _KeyRun(key, members, contracted, options)
+        run.take_all()
         buckets.extend(run.buckets)
         reasons.extend(run.refusals)
         visited += run.visited
@@ -185,7 +187,7 @@ _REFUSAL_OF = {
     CloseReason.BYTES: RefusalReason.BYTE_CAP,
     CloseReason.SPAN: RefusalReason.SPAN_CAP,
     CloseReason.DEPENDENCY: RefusalReason.DEPENDENCY,
-    CloseReason.END: RefusalReason.ALONE_IN_KEY,
+    CloseReason.END: RefusalReason.LEFT_OVER,
 }
 
 
@@ -194,14 +196,19 @@ class _KeyRun:
     """The greedy over the candidates of one key."""
 
     key: BucketKey
+    candidates: Sequence[Collective]
     contracted: AugmentedGraph[fx.Node]
     options: Options
     buckets: list[Bucket] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     visited: int = 0
 
-    def take(self, candidates: Sequence[Collective]) -> None:
-        remaining = list(candidates)
+    @property
+    def form(self) -> MergeForm:
+        return choose_form(self.options)
+
+    def take_all(self) -> None:
+        remaining = list(self.candidates)
         index = 0
         while remaining:
             cap = cap_bytes(self.options.bucket_cap_mb, index, self.key)
@@ -219,25 +226,42 @@ class _KeyRun:
         deferred: list[Collective] = []
         blockers = {first.start}
         for place, candidate in enumerate(candidates[1:], start=1):
-            reason = self._closes(first, candidate, size, cap)
+            reason = self._beyond_span(first, candidate)
             if reason is None and len(deferred) >= MAX_DEFERRALS:
                 reason = CloseReason.DEPENDENCY
+            joins = reason is None and self._can_join(first, candidate, blockers)
+            if joins and size + candidate.size_bytes > cap:
+                joins = self.contracted.can_merge(first.start, candidate.start)
+                reason = CloseReason.BYTES if joins else None
             if reason is not None:
                 return members, deferred + candidates[place:], reason
-            if not self._depends_on(candidate, blockers) and self._merge(first, candidate):
+            if joins and merge_members(self.contracted, first, candidate, self.form):
                 members.append(candidate)
                 size += candidate.size_bytes
             else:
                 deferred.append(candidate)
-            # later candidates that depend on this one depend on the bucket or follow it anyway
             blockers.add(candidate.start)
         return members, deferred, CloseReason.DEPENDENCY if deferred else CloseReason.END
+
+    def _beyond_span(self, first: Collective, candidate: Collective) -> CloseReason | None:
+        span = self.options.max_topo_span
+        beyond = span is not None and candidate.position - first.position > span
+        return CloseReason.SPAN if beyond else None
+
+    def _can_join(self, first: Collective, candidate: Collective, blockers: set[fx.Node]) -> bool:
+        """Quick and exact in one direction: False means that it does not join this bucket.
+
+        A candidate that depends on one that was put off is put off as well, whatever that one's
+        reason was: it goes to the next bucket, where it may meet it.
+        """
+        if (first.segment, first.wait_segment) != (candidate.segment, candidate.wait_segment):
+            return False
+        return not self._depends_on(candidate, blockers)
 
     def _depends_on(self, candidate: Collective, blockers: set[fx.Node]) -> bool:
         """A short look upwards that finds most dependencies without a search of the whole range.
 
-        A hit proves that the candidate comes after the bucket or after one that was put off; no
-        hit proves nothing, the merge itself is exact.
+        No hit proves nothing; the merge itself is exact.
         """
         pending = [candidate.start]
         for _ in range(_LOOK_BACK):
@@ -250,28 +274,19 @@ class _KeyRun:
                 pending.append(before)
         return False
 
-    def _closes(
-        self, first: Collective, candidate: Collective, size: int, cap: int
-    ) -> CloseReason | None:
-        span = self.options.max_topo_span
-        if span is not None and candidate.position - first.position > span:
-            return CloseReason.SPAN
-        return CloseReason.BYTES if size + candidate.size_bytes > cap else None
-
-    def _merge(self, first: Collective, candidate: Collective) -> bool:
-        """Merges the candidate into the open bucket of the contracted graph, if that is legal."""
-        if (first.segment, first.wait_segment) != (candidate.segment, candidate.wait_segment):
-            return False
-        return merge_members(self.contracted, first, candidate, self._form())
-
-    def _form(self) -> MergeForm:
-        return choose_form(self.options)
-
     def _close(self, members: list[Collective], reason: CloseReason) -> None:
         if len(members) == 1:
-            self.refusals.append(Refusal((members[0].start.name,), _REFUSAL_OF[reason]))
+            why = _REFUSAL_OF[reason]
+            if reason is CloseReason.DEPENDENCY and self._is_fenced_off(members[0]):
+                why = RefusalReason.BARRIER
+            self.refusals.append(Refusal((members[0].start.name,), why))
             return
-        self.buckets.append(make_bucket(members, self._form(), reason))
+        self.buckets.append(make_bucket(members, self.form, reason))
+
+    def _is_fenced_off(self, single: Collective) -> bool:
+        """No other candidate of the key stands between the same side effects."""
+        fences = (single.segment, single.wait_segment)
+        return [(c.segment, c.wait_segment) for c in self.candidates].count(fences) == 1
 
 
 def choose_form(options: Options) -> MergeForm:
@@ -309,8 +324,8 @@ def make_bucket(members: Sequence[Collective], form: MergeForm, reason: CloseRea
 
 
 def payload_order(members: Sequence[Collective]) -> tuple[int, ...]:
-    """Parameter registration order where every member's is known, else graph order."""
-    indices = [m.tag.registration_index if m.tag is not None else None for m in members]
+    """Order of the parameters among the graph's inputs where known for all, else graph order."""
+    indices = [member.parameter_index for member in members]
     places = range(len(members))
     if any(index is None for index in indices):
         return tuple(places)

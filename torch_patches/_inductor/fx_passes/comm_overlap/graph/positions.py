@@ -1,0 +1,36 @@
+"""Positions that agree on all ranks: the number of working nodes before a node.
+
+Ranks run the same program, but their graphs may differ in nodes that do no work (views, aliases,
+slices that keep everything) and in the layout of their shards: a rank with a short shard pads it
+before a gather and cuts its part after a reduction, the others do not.  Neither may change a
+decision, so neither counts.
+"""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import does_work, op_name
+from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import TrafficFinder
+
+_SHARD_LAYOUT = frozenset({"constant_pad_nd", "slice"})
+
+
+def idle_nodes(graph: fx.Graph, traffic: TrafficFinder) -> frozenset[fx.Node]:
+    """Nodes that must not count: no work, or the padding and cutting of shards; linear."""
+    return frozenset(
+        node
+        for node in graph.nodes
+        if not does_work(node)
+        or (op_name(node.target) in _SHARD_LAYOUT and traffic.is_at_the_edge(node))
+    )
+
+
+def count_positions(graph: fx.Graph, idle: frozenset[fx.Node]) -> dict[fx.Node, int]:
+    """Number of nodes outside ``idle`` before each node, for the whole graph."""
+    positions: dict[fx.Node, int] = {}
+    count = 0
+    for node in graph.nodes:
+        positions[node] = count
+        count += node not in idle
+    return positions

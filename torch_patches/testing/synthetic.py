@@ -1,0 +1,26 @@
+"""Synthetic FSDP training graphs of any size, for work bounds and benchmarks."""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from torch_patches.testing.graph_builder import GraphBuilder
+
+aten = torch.ops.aten
+
+
+def training_graph(layers: int, per_layer: int = 8, compute: int = 3) -> fx.GraphModule:
+    """Each layer: ``per_layer`` times a parameter gather behind a cast, a matmul, ``compute``
+    pointwise nodes and a gradient scatter.  About ``per_layer * (compute + 7)`` nodes a layer."""
+    b = GraphBuilder()
+    x, waits = b.placeholder(4, 4, dtype=torch.bfloat16), []
+    value = x.meta["val"]
+    for _ in range(layers * per_layer):
+        cast = b.call(aten._to_copy, b.placeholder(2, 4), dtype=torch.bfloat16)
+        x = b.call(aten.mm, x, b.gather_and_wait(cast, 2, "g"))
+        for _ in range(compute):
+            x = b.graph.call_function(aten.neg.default, (x,))
+            x.meta["val"] = value  # a shared fake value is enough: passes only read shapes here
+        waits.append(b.scatter_and_wait(x, "sum", 2, "g"))
+    return b.output(x, *waits)
