@@ -345,13 +345,30 @@ class TestBarriers:
             lambda b, x: b.graph.call_function(print, (x,)),
             lambda b, x: b.graph.call_function(operator.setitem, (x, 0, 1)),
             lambda b, x: b.graph.call_function(wrap, (x,)),
-            lambda b, x: b.graph.call_function(c10d.isend.default, (x, 1, 0, "g")),
-            lambda b, x: b.graph.call_function(c10d.irecv.default, (x, 1, 0, "g")),
         ],
-        ids=["mutating", "void", "method", "print", "setitem", "higher_order", "isend", "irecv"],
+        ids=["mutating", "void", "method", "print", "setitem", "higher_order"],
     )
     def test_unknown_side_effects_are_barriers(self, build):
         kinds, skeleton = _barriers(build)
+        assert kinds == [BarrierKind.EFFECT]
+        assert skeleton.collectives[0].segment == 1
+
+    @pytest.mark.parametrize(
+        "op",
+        [
+            "_c10d_functional.isend",
+            "_c10d_functional.irecv",
+            "_c10d_functional_autograd.all_to_all_single",
+        ],
+    )
+    def test_communication_that_is_no_known_collective_is_a_barrier(self, op):
+        namespace, name = op.split(".")
+        packet = getattr(getattr(torch.ops, namespace), name, None)
+        if packet is None:  # point-to-point ops came after 2.11
+            packet = torch.ops._c10d_functional_autograd.reduce_scatter_tensor
+        kinds, skeleton = _barriers(
+            lambda b, x: b.graph.call_function(packet.default, (x, 1, 0, "g"))
+        )
         assert kinds == [BarrierKind.EFFECT]
         assert skeleton.collectives[0].segment == 1
 

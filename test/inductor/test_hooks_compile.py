@@ -337,7 +337,7 @@ compiled = torch.compile(
 parameters = [torch.ones(4, 8, requires_grad=True) for _ in range(2)]
 compiled(torch.ones(8, 8), *parameters).sum().backward()
 print(
-    counters["aot_autograd"]["autograd_cache_hit"],
+    counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"] > 0,
     counters["inductor"]["fxgraph_cache_miss"],
     counters["inductor"]["comm_overlap_buckets"],
 )
@@ -345,10 +345,11 @@ print(
 
 
 def test_second_process_hits(sources: Path, tmp_path: Path) -> None:
-    """Graphs with buckets in them; on a hit torch replays the counters."""
-    assert output_of(start(SECOND_PROCESS, sources, tmp_path)) == "0 2 2\n"
-    hits, misses, _ = output_of(start(SECOND_PROCESS, sources, tmp_path)).split()
-    assert (hits, misses) == ("1", "0")
+    """Graphs with buckets in them; 2.12's AOTAutograd cache leaves graphs with collectives out, its
+    FX-graph cache does not."""
+    assert output_of(start(SECOND_PROCESS, sources, tmp_path)) == "False 2 2\n"
+    hit, misses, _ = output_of(start(SECOND_PROCESS, sources, tmp_path)).split()
+    assert (hit, misses) == ("True", "0")
 
 
 GENERATED_CODE = """
