@@ -14,7 +14,16 @@ os.environ["TORCH_PATCHES_STRICT"] = "1"
 import pytest
 import torch
 
+from torch_patches.testing.backends import as_on_gpu as judged_as_on_gpu
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def as_on_gpu() -> Iterator[None]:
+    """For tests of CPU graphs that stand for GPU ones: no kind is forced into the copying form."""
+    with judged_as_on_gpu():
+        yield
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ is cut down once, printed as a program and written to --out; with any, the exit 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 import time
@@ -19,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
+from torch_patches.testing.backends import as_on_gpu
 from torch_patches.testing.invariants import CaseError, InvariantError
 from torch_patches.testing.minimise import check_invariants
 from torch_patches.testing.strategies import Case, build_case, random_options, random_recipe
@@ -88,7 +90,9 @@ def main() -> int:
     while time.monotonic() - start < 60 * arguments.minutes:
         if arguments.examples is not None and tally.examples >= arguments.examples:
             break
-        _run_example(arguments.seed, number, tally, arguments.out)
+        # in turn as on GPUs and as on gloo, which needs copies for some kinds
+        with as_on_gpu() if number % 2 else contextlib.nullcontext():
+            _run_example(arguments.seed, number, tally, arguments.out)
         number += 1
         if time.monotonic() - reported >= _PROGRESS_SECONDS:
             reported = time.monotonic()

@@ -13,6 +13,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
 from torch_patches.testing.captured import load_captured
 from torch_patches.testing.spmd_interpreter import expand_group, random_inputs, run_spmd
 
+pytestmark = pytest.mark.usefixtures("as_on_gpu")
 DATA = Path(__file__).parents[1] / "data"
 CAPTURES = sorted(path.name.removesuffix(".json.gz") for path in DATA.glob("*.json.gz"))
 

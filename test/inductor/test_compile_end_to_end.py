@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import torch_patches  # noqa: F401  registers the flags
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 
+pytestmark = pytest.mark.usefixtures("as_on_gpu")
 c10d = torch.ops._c10d_functional
 MODE = "aten_distributed_optimizations.bucketing_mode"
 FORM = "aten_distributed_optimizations.bucket_mode"

@@ -32,6 +32,7 @@ from torch_patches.testing.invariants import CaseError, InvariantError
 from torch_patches.testing.minimise import check_invariants
 from torch_patches.testing.strategies import Description, build_case, random_recipe
 
+pytestmark = pytest.mark.usefixtures("as_on_gpu")
 aten = torch.ops.aten
 COPY = Options("topo_span", None, 100.0, bucket_mode="default")
 COALESCED = dataclasses.replace(COPY, bucket_mode="coalesced")

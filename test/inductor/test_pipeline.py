@@ -14,6 +14,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapsh
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
 from torch_patches.testing.graph_builder import GraphBuilder
 
+pytestmark = pytest.mark.usefixtures("as_on_gpu")
 aten = torch.ops.aten
 TOPO_SPAN = Options("topo_span")
 

@@ -36,6 +36,7 @@ from torch_patches.testing.strategies import (
     random_recipe,
 )
 
+pytestmark = pytest.mark.usefixtures("as_on_gpu")
 aten = torch.ops.aten
 COPY = Options("topo_span", None, 100.0, bucket_mode="default")
 COALESCED = dataclasses.replace(COPY, bucket_mode="coalesced")

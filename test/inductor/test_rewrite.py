@@ -21,6 +21,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
 from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.spmd_interpreter import random_inputs, run_spmd
 
+pytestmark = pytest.mark.usefixtures("as_on_gpu")
 aten = torch.ops.aten
 FORMS = ("default", "coalesced")
 GROUPS = {"g": [[0, 1]], "h": [[0, 1]]}

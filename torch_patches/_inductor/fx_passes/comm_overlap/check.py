@@ -69,6 +69,8 @@ def _problem(bucket: Bucket, known: set[int], used: set[int]) -> str | None:
         return "its members differ in kind, group, dtype, reduce op or device"
     if len({(m.segment, m.wait_segment) for m in members}) != 1:
         return "a side effect lies between its members"
+    if bucket.form is MergeForm.COALESCED and bucket.key.needs_copies:
+        return "the coalesced form is not safe for this kind, dtype and device"
     if bucket.form is MergeForm.COPY and any(m.has_symbolic_size for m in members):
         return "the copying form needs static sizes"
     return None

@@ -61,6 +61,7 @@ class RefusalReason(enum.Enum):
     NOT_PRIMARY_GROUP = "primary_fsdp_group_only is set and its group is not the primary one"
     ALONE_IN_KEY = "no other collective has its kind, group, dtype, reduce op and device"
     LEFT_OVER = "the others of its key are in buckets that it could not join"
+    SYMBOLIC_SIZE = "its size is symbolic and its backend needs the copying form"
     BYTE_CAP = "the next member would exceed bucket_cap_mb"
     SPAN_CAP = "the next member would exceed max_topo_span"
     DEPENDENCY = "it depends on a member of the bucket, or merging would close a cycle"
@@ -88,6 +89,17 @@ class BucketKey:
     dtype: torch.dtype
     reduce_op: str | None
     device_type: str
+
+    @property
+    def needs_copies(self) -> bool:
+        """The coalesced form is wrong or missing for this key in the backends.
+
+        gloo writes all outputs of a coalesced reduce-scatter at the wait of each of them, over
+        whatever was stored there since an earlier wait; and its coalesced ops know no complex
+        numbers, which the plain ones view as real.
+        """
+        on_cpu = self.device_type == "cpu"
+        return self.dtype.is_complex or (on_cpu and self.kind is CollectiveKind.REDUCE_SCATTER)
 
 
 class Traffic(enum.Enum):

@@ -34,6 +34,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.positions import (
     count_positions,
     idle_nodes,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.graph.shared_sizes import with_shared_sizes
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import (
     decision_bytes,
     has_symbols,
@@ -96,10 +97,11 @@ def _traits(node: fx.Node) -> _OpTraits | None:
 
 
 def schema_arguments(node: fx.Node) -> dict[str, object]:
-    """Arguments of an op node by the names of its schema, defaults left out."""
+    """Arguments of an op node by name, in the order of its schema, defaults left out."""
     assert isinstance(node.target, torch._ops.OpOverload)
     names = [a.name for a in node.target._schema.arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {name: given[name] for name in names if name in given}
 
 
 def collect(graph: fx.Graph) -> Skeleton:
@@ -116,11 +118,12 @@ def collect(graph: fx.Graph) -> Skeleton:
     waits_of = _waits_by_start(graph)
     places = _Places(positions, _segments(graph, fences), number_nodes(graph))
     starts = [n for n in graph.nodes if collective_kind(n) is not None]
+    collectives = [
+        _read(start, index, tuple(waits_of.get(start, ())), places, traffic)
+        for index, start in enumerate(starts)
+    ]
     return Skeleton(
-        collectives=tuple(
-            _read(start, index, tuple(waits_of.get(start, ())), places, traffic)
-            for index, start in enumerate(starts)
-        ),
+        collectives=tuple(with_shared_sizes(collectives, traffic)),
         barriers=_with_positions(effects, positions),
         positions=positions,
         idle=idle,

@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    first_argument,
     is_control_deps,
     is_view,
     op_name,
@@ -280,8 +281,9 @@ def _alias_classes(graph: fx.Graph, mutations: dict[fx.Node, list[fx.Node]]) -> 
         elif is_view(node) or op_name(node.target) == "constant_pad_nd":
             # Padding copies, but only on ranks with a short shard; the others read the parameter
             # itself.  Both must see the same constraints.
-            if isinstance(node.args[0], fx.Node):
-                storages.union(node.args[0], node)
+            viewed = first_argument(node)
+            if isinstance(viewed, fx.Node):
+                storages.union(viewed, node)
         elif isinstance(node.target, torch._ops.OpOverload):
             for aliased in _aliased_inputs(node, node.target):
                 storages.union(aliased, node)
@@ -295,7 +297,9 @@ def _aliased_inputs(node: fx.Node, target: torch._ops.OpOverload) -> list[fx.Nod
     if not any(r.alias_info is not None for r in target._schema.returns):
         return []
     aliased: list[fx.Node] = []
-    for argument, value in zip(target._schema.arguments, node.args, strict=False):
+    arguments = target._schema.arguments
+    values = [*node.args, *(node.kwargs.get(a.name) for a in arguments[len(node.args) :])]
+    for argument, value in zip(arguments, values, strict=False):
         if argument.alias_info is not None:
             fx.node.map_arg(value, aliased.append)
     return aliased

@@ -14,6 +14,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import (
     mark,
     merged_arguments,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import first_argument
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import known_contiguous
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Bucket, Collective, CollectiveKind
 
@@ -60,7 +61,7 @@ def _payload(emitter: Emitter, member: Collective, made: list[fx.Node]) -> fx.No
     A gathered scalar gets a dimension.  The input of an all-reduce is made contiguous: the plain
     op always returns a contiguous tensor, the coalesced one keeps the input's strides.
     """
-    source = member.start.args[0]
+    source = first_argument(member.start)
     assert isinstance(source, fx.Node)
     value = source.meta["val"]
     if member.kind is CollectiveKind.ALL_REDUCE and not known_contiguous(value):
@@ -75,6 +76,6 @@ def _payload(emitter: Emitter, member: Collective, made: list[fx.Node]) -> fx.No
 
 def _renew(emitter: Emitter, wait: fx.Node) -> fx.Node:
     """A wait like ``wait``, which by now reads the merged start; it takes over all uses."""
-    new = emitter.call(wait.target, wait.args, wait, wait.meta.get("val"))  # type: ignore[arg-type]
+    new = emitter.call(wait.target, wait.args, wait, wait.meta.get("val"), dict(wait.kwargs))  # type: ignore[arg-type]
     wait.replace_all_uses_with(new)
     return new

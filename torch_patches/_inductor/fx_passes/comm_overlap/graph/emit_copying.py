@@ -26,7 +26,12 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import (
     mark,
     merged_arguments,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import is_cast, is_view, wait_source
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    first_argument,
+    is_cast,
+    is_view,
+    wait_source,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Bucket,
     Collective,
@@ -90,7 +95,7 @@ class _Recorder:
 
 
 def _source(member: Collective) -> fx.Node:
-    source = member.start.args[0]
+    source = first_argument(member.start)
     assert isinstance(source, fx.Node)
     return source
 
@@ -109,7 +114,7 @@ def _absorbable_casts(members: Sequence[Collective], ordered: Set[fx.Node]) -> l
         return []
     if any(c in ordered for c in casts):
         return []
-    sources = [c.args[0] for c in casts]
+    sources = [first_argument(c) for c in casts]
     dtypes = {s.meta["val"].dtype for s in sources if isinstance(s, fx.Node)}
     targets = {(c.target, str(c.args[1:]), str(c.kwargs)) for c in casts}
     return casts if len(dtypes) == 1 and len(targets) == 1 else []
@@ -117,7 +122,8 @@ def _absorbable_casts(members: Sequence[Collective], ordered: Set[fx.Node]) -> l
 
 def _is_plain_cast(cast: fx.Node) -> bool:
     """Changes the dtype and nothing else (no device, layout or memory format)."""
-    before = cast.args[0].meta.get("val") if isinstance(cast.args[0], fx.Node) else None
+    source = cast.args[0] if cast.args else None
+    before = source.meta.get("val") if isinstance(source, fx.Node) else None
     after = cast.meta["val"]
     return (
         isinstance(before, torch.Tensor)

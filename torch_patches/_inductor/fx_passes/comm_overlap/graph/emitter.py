@@ -12,7 +12,10 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
-from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
+    BUCKET_MARK,
+    schema_arguments,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     COLLECTIVE_NAMESPACES,
     op_name,
@@ -137,12 +140,9 @@ def collective_op(start: fx.Node, *, coalesced: bool) -> torch._ops.OpOverload:
 def merged_arguments(start: fx.Node, payload: Any) -> tuple[Any, ...]:
     """Arguments of a member with its payload replaced; keyword arguments become positional."""
     assert isinstance(start.target, torch._ops.OpOverload)
-    names = [a.name for a in start.target._schema.arguments]
-    rest = [
-        *start.args[1:],
-        *(start.kwargs[n] for n in names[len(start.args) :] if n in start.kwargs),
-    ]
-    return (payload, *rest)
+    arguments = schema_arguments(start)
+    rest = [a.name for a in start.target._schema.arguments][1:]
+    return (payload, *(arguments[name] for name in rest if name in arguments))
 
 
 def mark(start: fx.Node, index: int, members: int) -> None:

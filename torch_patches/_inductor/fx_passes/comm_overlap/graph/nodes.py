@@ -75,10 +75,19 @@ def is_view(node: fx.Node) -> bool:
     return node.target is operator.getitem or _is_compute_op_in(node, _VIEW_NAMES)
 
 
+def first_argument(node: fx.Node) -> object:
+    """What an op works on, however it was passed: its first argument; None if there is none."""
+    if node.args:
+        return node.args[0]
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.arguments:
+        return node.kwargs.get(node.target._schema.arguments[0].name)
+    return None
+
+
 def viewed_node(node: fx.Node) -> fx.Node:
     """What ``node`` is a view of, at the end of a chain of views; itself if it is no view."""
-    while is_view(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
+    while is_view(node) and isinstance(source := first_argument(node), fx.Node):
+        node = source
     return node
 
 
@@ -91,7 +100,7 @@ def is_full_slice(node: fx.Node) -> bool:
     """A slice that keeps its whole input, judged without adding a guard."""
     if not _is_compute_op_in(node, frozenset({"slice"})):
         return False
-    source = node.args[0]
+    source = first_argument(node)
     before = source.meta.get("val") if isinstance(source, fx.Node) else None
     after = node.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
@@ -140,7 +149,10 @@ def wait_source(node: fx.Node) -> fx.Node | None:
     target = inner.target if inner is not None else node.target
     if op_namespace(target) not in COLLECTIVE_NAMESPACES or op_name(target) != "wait_tensor":
         return None
-    source = node.args[0] if inner is None else (node.args[2] if len(node.args) > 2 else None)
+    if inner is None:
+        source = first_argument(node)
+    else:
+        source = node.args[2] if len(node.args) > 2 else None
     return source if isinstance(source, fx.Node) else None
 
 

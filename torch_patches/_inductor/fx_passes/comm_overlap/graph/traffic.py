@@ -24,6 +24,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind, Traffic
 
+_RESIZING_VIEWS = frozenset({"expand", "select", "unfold", "as_strided", "diagonal"})
 _COPIES = frozenset({"clone", "contiguous", "constant_pad_nd", "cat", "split_with_sizes_copy"})
 
 
@@ -49,6 +50,11 @@ def _finishes_gradient(node: fx.Node) -> bool:
     return name == "add"
 
 
+def _is_start(node: fx.Node) -> bool:
+    target = (wrapped_node(node) or node).target
+    return op_namespace(target) in COLLECTIVE_NAMESPACES and op_name(target) != "wait_tensor"
+
+
 def _is_tensor(node: fx.Node) -> bool:
     return next(tensors_of(node.meta.get("val")), None) is not None
 
@@ -71,10 +77,12 @@ class TrafficFinder:
     def __init__(self, graph: fx.Graph) -> None:
         self._origin: dict[fx.Node, fx.Node | None] = {}
         self._terminal: dict[fx.Node, bool] = {}
+        self._upstream: dict[fx.Node, fx.Node | None] = {}
         self._input_places = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
         self._output_places = _places_in_output(graph)
         for node in graph.nodes:
             self._origin[node] = self._find_origin(node)
+            self._upstream[node] = self._find_upstream(node)
         for node in reversed(graph.nodes):
             self._terminal[node] = self._ends_in_output(node)
             if self._terminal[node]:
@@ -97,11 +105,27 @@ class TrafficFinder:
         origins = list(dict.fromkeys(self._origin[n] for n in inputs))
         return origins[0] if len(origins) == 1 else None
 
+    def _find_upstream(self, node: fx.Node) -> fx.Node | None:
+        """The nearest collective start of which ``node`` is a rearrangement, itself included."""
+        if node.op != "call_function" or not _passes_through(node):
+            return None
+        if op_name(node.target) in _RESIZING_VIEWS:
+            return None
+        if _is_start(node):
+            return node
+        sources = {self._upstream[n] for n in node.all_input_nodes if _is_tensor(n)}
+        return next(iter(sources)) if len(sources) == 1 else None
+
     def _ends_in_output(self, node: fx.Node) -> bool:
         return bool(node.users) and all(
             user.op == "output" or (_finishes_gradient(user) and self._terminal[user])
             for user in node.users
         )
+
+    def feeding(self, start: fx.Node) -> fx.Node | None:
+        """The collective whose result ``start`` passes on, only rearranged in between, or None."""
+        sources = {self._upstream[n] for n in start.all_input_nodes if _is_tensor(n)}
+        return next(iter(sources)) if len(sources) == 1 else None
 
     def is_at_the_edge(self, node: fx.Node) -> bool:
         """Only rearranges an input of the graph, or only leads to outputs."""

@@ -136,6 +136,9 @@ def select_candidates(
             reason = RefusalReason.ALREADY_CONSIDERED
         if reason is None and collective.traffic is Traffic.OTHER:
             reason = RefusalReason.NOT_PARAMETER_TRAFFIC
+        copies = collective.key is not None and collective.key.needs_copies
+        if reason is None and copies and collective.has_symbolic_size:
+            reason = RefusalReason.SYMBOLIC_SIZE
         if reason is None and collective.group in minority:
             reason = RefusalReason.NOT_PRIMARY_GROUP
         if reason is None:
@@ -205,7 +208,7 @@ class _KeyRun:
 
     @property
     def form(self) -> MergeForm:
-        return choose_form(self.options)
+        return choose_form(self.options, self.key)
 
     def take_all(self) -> None:
         remaining = list(self.candidates)
@@ -289,9 +292,11 @@ class _KeyRun:
         return [(c.segment, c.wait_segment) for c in self.candidates].count(fences) == 1
 
 
-def choose_form(options: Options) -> MergeForm:
-    """The form ``bucket_mode`` asks for; zero-copy where it leaves the choice."""
-    return MergeForm.COPY if options.bucket_mode == MergeForm.COPY.value else MergeForm.COALESCED
+def choose_form(options: Options, key: BucketKey) -> MergeForm:
+    """The form ``bucket_mode`` asks for, zero-copy where it leaves the choice; copying where the
+    backend needs it, whatever was asked for."""
+    copies = key.needs_copies or options.bucket_mode == MergeForm.COPY.value
+    return MergeForm.COPY if copies else MergeForm.COALESCED
 
 
 def merge_members(

@@ -1,0 +1,65 @@
+"""Decision sizes that agree on all ranks, also along chains over sub-meshes.
+
+A collective's tensors have one size on all ranks of its group.  Along a chain that is not enough:
+
+    parameter -> AG inner -> AG outer                gradient -> RS outer -> RS inner
+                                                     gradient -> RS shard -> AR replicas
+
+With uneven shards two inner groups move different sizes, and a bucket of them would close
+elsewhere on one rank of an outer group than on another, which changes the order of the outer
+group's own collectives.  So each link takes the size of the end that all ranks share (the whole
+parameter or gradient), divided by the groups between.  With even shards that is its own size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch.fx as fx
+
+from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import TrafficFinder
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    Collective,
+    CollectiveKind,
+    Traffic,
+)
+
+
+def with_shared_sizes(
+    collectives: Sequence[Collective], traffic: TrafficFinder
+) -> list[Collective]:
+    """The collectives with the sizes of chained ones replaced; linear."""
+    by_start = {c.start: c for c in collectives}
+    sizes = {c.start: c.size_bytes for c in collectives}
+    inner_done: set[fx.Node] = set()
+    for link in collectives:  # reductions: what comes first is shared by all ranks
+        before = _previous(link, by_start, traffic)
+        if before is not None and link.traffic is Traffic.GRADIENT:
+            sizes[link.start] = _scaled(sizes[before.start], before, link)
+    for link in reversed(collectives):  # gathers: what comes last is
+        before = _previous(link, by_start, traffic)
+        if before is not None and link.traffic is Traffic.PARAMETER:
+            size = _scaled(sizes[link.start], link, before)
+            known = sizes[before.start] if before.start in inner_done else 0
+            sizes[before.start] = max(size, known)
+            inner_done.add(before.start)
+    return [replace(c, size_bytes=sizes[c.start]) for c in collectives]
+
+
+def _previous(
+    link: Collective, by_start: dict[fx.Node, Collective], traffic: TrafficFinder
+) -> Collective | None:
+    """The collective of the same traffic whose result ``link`` passes on, or None."""
+    start = traffic.feeding(link.start)
+    before = by_start.get(start) if start is not None else None
+    same = before is not None and before.traffic is link.traffic
+    return before if same and link.traffic is not Traffic.OTHER else None
+
+
+def _scaled(size: int, whole: Collective, part: Collective) -> int:
+    """Size of ``part``, which handles what ``whole`` leaves of (or makes into) ``size`` bytes."""
+    assert whole.key is not None and part.key is not None
+    if whole.kind is not CollectiveKind.ALL_REDUCE:
+        size //= max(whole.key.group_size or 1, 1)
+    return size * part.key.dtype.itemsize // whole.key.dtype.itemsize
