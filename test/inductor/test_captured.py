@@ -37,6 +37,7 @@ FILES = sorted(DATA.glob("*.json.gz"))
 GATHER, SCATTER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
 EXPECTED: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "llama_3l_fsdp8": ({GATHER: 30}, {GATHER: 29, SCATTER: 30}),
+    "llama_8l_fsdp8": ({GATHER: 75}, {GATHER: 74, SCATTER: 75}),
     "llama_3l_fsdp8_inductor": ({GATHER: 30}, {GATHER: 29, SCATTER: 30}),
     "llama_2l_fsdp8_noreshard": ({GATHER: 21}, {SCATTER: 21}),
     "llama_2l_fsdp8_ac": ({GATHER: 21}, {GATHER: 20, SCATTER: 21}),
@@ -82,7 +83,7 @@ def test_every_file_has_an_expectation() -> None:
 
 
 def test_files_are_small() -> None:
-    assert sum(path.stat().st_size for path in FILES) < 400_000
+    assert sum(path.stat().st_size for path in FILES) < 600_000
 
 
 @pytest.mark.parametrize("path", FILES, ids=stem)

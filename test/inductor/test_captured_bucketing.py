@@ -115,3 +115,31 @@ class TestCounts:
         report = optimize_graph(graphs["bw"], Options("topo_span"))
         assert report.collectives_before["all_reduce"] >= 3 * 9
         assert report.collectives_after["all_reduce"] == 1
+
+
+class TestEightLayers:
+    """75 parameters: nine in each of 8 layers, embedding, norm and head."""
+
+    def _launches(self, graph, **options):
+        _, graphs = graphs_of("llama_8l_fsdp8")
+        report = optimize_graph(graphs[graph], Options("topo_span", **options))
+        return report.collectives_before, report.collectives_after
+
+    @pytest.mark.parametrize("form", ["default", "coalesced"])
+    def test_one_gather_at_100_mb(self, form):
+        before, after = self._launches("fw", bucket_cap_mb=100.0, bucket_mode=form)
+        assert before == {"all_gather": 75}
+        assert after == {"all_gather": 1}
+
+    def test_at_most_12_gathers_at_2_mb(self):
+        _, after = self._launches("fw", bucket_cap_mb=2.0)
+        assert 2 <= after["all_gather"] <= 12
+
+    def test_span_bound_of_1500_splits_the_scatters_in_two(self):
+        before, after = self._launches("bw", bucket_cap_mb=100.0)
+        assert before["reduce_scatter"] == 75
+        assert after["reduce_scatter"] == 2
+
+    def test_one_scatter_without_a_span_bound(self):
+        _, after = self._launches("bw", bucket_cap_mb=100.0, max_topo_span=None)
+        assert after["reduce_scatter"] == 1

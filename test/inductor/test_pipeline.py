@@ -55,6 +55,7 @@ class TestReport:
         assert counts["comm_overlap_bucket_members"] == 6
         assert counts["comm_overlap_closed_by_end"] == 2
         assert counts["comm_overlap_max_span"] == report.max_span
+        assert counts["comm_overlap_max_topo_span"] == 1500
         (record,) = [r for r in caplog.records if r.levelno == logging.INFO]
         assert record.report is report
         line = record.getMessage()

@@ -234,7 +234,8 @@ def emit_report(report: Report) -> None:
 
     The log record carries the whole object as ``record.report``, for a handler of the user's.
 
-    Counters add up over graphs, except those named ``max``, which keep the largest.
+    Counters add up over graphs, except those named ``max``, which keep the largest (0 for a
+    ``max_topo_span`` of None).
     """
     from torch._dynamo.utils import counters
     from torch._logging import trace_structured
@@ -248,6 +249,7 @@ def emit_report(report: Report) -> None:
         counts[f"comm_overlap_closed_by_{reason}"] += count
     for name, value in (
         ("max_span", report.max_span),
+        ("max_topo_span", report.max_topo_span or 0),
         ("max_consecutive_compute_before", report.max_consecutive_compute_before),
         ("max_consecutive_compute_after", report.max_consecutive_compute_after),
     ):
