@@ -130,11 +130,16 @@ def test_other_json_is_refused(document: Any, tmp_path: Path) -> None:
         load_captured(write(tmp_path / "x.json.gz", document))
 
 
-@pytest.mark.parametrize("key", ["torch", "info", "groups", "symbols", "module_stacks", "graphs"])
-@pytest.mark.parametrize("content", [None, 7, "x", [[1]]])
+@pytest.mark.parametrize(
+    ("key", "content"),
+    [
+        (key, content)
+        for key in ("info", "groups", "symbols", "module_stacks", "graphs")
+        for content in (None, 7, "x", [[1]])
+        if (key, content) != ("module_stacks", "x")  # a text is a list of texts
+    ],
+)
 def test_wrong_section_is_refused(key: str, content: Any, tmp_path: Path) -> None:
-    if key == "torch" or (key, content) == ("module_stacks", "x"):
-        pytest.skip("any text is fine there")
     with pytest.raises(CaptureFormatError):
         load_captured(write(tmp_path / "x.json.gz", {**small_document(), key: content}))
 
