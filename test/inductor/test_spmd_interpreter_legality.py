@@ -208,7 +208,12 @@ def test_write_to_another_part_of_the_payloads_buffer_is_accepted() -> None:
         (started(C.all_reduce, "avg", "g"), ([1], [2]), "avg of torch.int64"),
         (started(C.all_reduce, "mean", "g"), ([1], [2]), "unknown reduce op"),
         (started(C.broadcast, 2, "g"), ([1], [2]), "src 2"),
-        (lambda call, x: call(C.isend, x, 1, 0, "g"), ([1], [2]), "does not know"),
+        *(
+            # point-to-point ops came after 2.11
+            [(lambda call, x: call(C.isend, x, 1, 0, "g"), ([1], [2]), "does not know")]
+            if hasattr(C, "isend")
+            else []
+        ),
         (
             lambda call, x: call(
                 C.all_gather_into_tensor_out, x, 2, "g", out=call(aten.ones, [2, 1])
