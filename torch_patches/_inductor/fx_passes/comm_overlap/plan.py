@@ -186,8 +186,6 @@ class Skeleton:
         idle: nodes that do no work, or only on ranks with a short shard; they count nowhere.
         order_dependencies: (before, after) pairs that data flow does not show: accesses of a
             mutated storage, random ops, barriers.
-        total_nodes: nodes in the graph.
-        working_nodes: nodes that do work (no views, aliases, placeholders).
     """
 
     collectives: tuple[Collective, ...]
@@ -195,8 +193,6 @@ class Skeleton:
     positions: Mapping[fx.Node, int]
     idle: Set[fx.Node]
     order_dependencies: tuple[tuple[fx.Node, fx.Node], ...]
-    total_nodes: int
-    working_nodes: int
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,6 @@ def collect(graph: fx.Graph) -> Skeleton:
         positions=positions,
         idle=idle,
         order_dependencies=effects.order_dependencies,
-        total_nodes=len(positions),
-        working_nodes=len(positions) - len(idle),
     )
 
 
