@@ -1,0 +1,107 @@
+"""Milliseconds of compute nodes by roofline: the larger of arithmetic and memory time.
+
+    ms(node) = max(flops / (peak of the operands' dtype * efficiency), bytes / DRAM rate), and at
+               least one launch where the node ends a kernel
+
+Flops of matrix products come from their shapes, of convolutions and attention from torch's own
+formulas (``torch.utils.flop_counter``); everything else is bound by memory.  Values that stay in
+registers inside a fused region cost nothing (see ``fusion.py``).  Symbolic sizes count as the
+stated fallback, so every rank gets the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.fx as fx
+from torch.utils import flop_counter
+
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import Device
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.fusion import (
+    Traffic,
+    memory_traffic,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    COLLECTIVE_NAMESPACES,
+    op_name,
+    op_namespace,
+    tensors_of,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import decision_bytes, has_symbols
+
+#: Position of the first matrix among the arguments of a product.
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0, "_int_mm": 0}
+
+
+def compute_times(graph: fx.Graph, device: Device) -> dict[fx.Node, float]:
+    """Milliseconds of each node that computes; others, collectives among them, are not in it.
+
+    Linear in nodes and edges.
+    """
+    return {
+        node: _milliseconds(node, traffic, device)
+        for node, traffic in memory_traffic(graph).items()
+        if op_namespace(node.target) not in COLLECTIVE_NAMESPACES
+    }
+
+
+def _milliseconds(node: fx.Node, traffic: Traffic, device: Device) -> float:
+    moved = traffic.read_bytes + traffic.written_bytes
+    memory_ms = moved / (device.dram_gb_per_s * device.dram_efficiency * 1e6)
+    rate = device.matmul_tflops(_operand_dtype(node)) * device.matmul_efficiency
+    arithmetic_ms = flops(node) / (rate * 1e9)
+    shortest = device.kernel_us / 1e3 if traffic.launches else 0.0
+    return max(memory_ms, arithmetic_ms, shortest)
+
+
+def _operand_dtype(node: fx.Node) -> torch.dtype:
+    for source in node.all_input_nodes:
+        for tensor in tensors_of(source.meta.get("val")):
+            return tensor.dtype
+    return torch.float32
+
+
+def flops(node: fx.Node) -> int:
+    """Floating-point operations of a matrix product, convolution or attention; 0 of others."""
+    if op_namespace(node.target) != "aten":
+        return 0
+    name = str(op_name(node.target))
+    if name in _PRODUCTS:
+        return _product_flops(node, _PRODUCTS[name])
+    formula = _formula(name)
+    return 0 if formula is None else _flops_by_formula(node, formula)
+
+
+def _formula(name: str) -> Callable[..., object] | None:
+    """torch's formula for an op; attention has CPU variants with the arguments of the others."""
+    packet = getattr(torch.ops.aten, name.replace("_for_cpu", ""), None)
+    return flop_counter.flop_registry.get(packet)
+
+
+def _product_flops(node: fx.Node, first: int) -> int:
+    """2 * (elements of the result) * (length of the rows multiplied)."""
+    left = node.args[first] if len(node.args) > first else None
+    value = left.meta.get("val") if isinstance(left, fx.Node) else None
+    results = list(tensors_of(node.meta.get("val")))
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or not results:
+        return 0
+    return 2 * decision_bytes(results[0].numel()) * decision_bytes(value.shape[-1])
+
+
+def _flops_by_formula(node: fx.Node, formula: Callable[..., object]) -> int:
+    """torch's formula on fake values; 0 where a size is symbolic (memory decides then)."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    result = node.meta.get("val")
+    if _any_symbolic([*args, *kwargs.values(), result]):
+        return 0
+    try:
+        counted = formula(*args, **kwargs, out_val=result)
+    except (AttributeError, IndexError, TypeError, ValueError):  # an overload it does not know
+        return 0
+    return int(counted) if isinstance(counted, (int, float)) else 0
+
+
+def _any_symbolic(values: Sequence[object]) -> bool:
+    tensors = [t for value in values for t in tensors_of(value)]
+    return any(isinstance(v, torch.SymInt) for v in values) or any(map(has_symbols, tensors))
