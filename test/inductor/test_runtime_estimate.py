@@ -9,7 +9,7 @@ import torch.fx as fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import compute_times, flops
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import compute_costs, flops
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import DEVICES, Device, Link
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.fusion import memory_traffic
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.network import (
@@ -129,9 +129,9 @@ def test_larger_of_arithmetic_and_memory_counts() -> None:
     x = b.placeholder(1000, 1000)
     mm = b.call(aten.mm, x, b.placeholder(1000, 1000))
     b.output(mm)
-    assert compute_times(b.graph, ROUND)[mm] == pytest.approx(12.0)
+    assert compute_costs(b.graph, ROUND)[mm].ms == pytest.approx(12.0)
     fast_memory = replace(ROUND, dram_gb_per_s=1e6)
-    assert compute_times(b.graph, fast_memory)[mm] == pytest.approx(2.0)
+    assert compute_costs(b.graph, fast_memory)[mm].ms == pytest.approx(2.0)
 
 
 def test_dtype_of_the_operands_chooses_the_rate() -> None:
@@ -141,7 +141,7 @@ def test_dtype_of_the_operands_chooses_the_rate() -> None:
         x = b.placeholder(1000, 1000, dtype=dtype)
         mm = b.call(aten.mm, x, x)
         b.output(mm)
-        times.append(compute_times(b.graph, replace(ROUND, dram_gb_per_s=1e6))[mm])
+        times.append(compute_costs(b.graph, replace(ROUND, dram_gb_per_s=1e6))[mm].ms)
     assert times == [pytest.approx(2.0), pytest.approx(1.0)]
 
 
@@ -151,8 +151,8 @@ def test_small_kernel_takes_a_launch_and_a_view_nothing() -> None:
     view = b.call(aten.view, x, [2, 4])
     relu = b.call(aten.relu, view)
     b.output(relu)
-    times = compute_times(b.graph, DEVICES["H100"])
-    assert times[relu] == pytest.approx(0.003)
+    times = compute_costs(b.graph, DEVICES["H100"])
+    assert times[relu].ms == pytest.approx(0.003)
     assert view not in times
 
 
@@ -164,7 +164,7 @@ def test_symbolic_sizes_count_as_the_fallback_whatever_the_hint() -> None:
         x = b.placeholder(rows.meta["val"], 64)
         mm = b.call(aten.mm, x, b.placeholder(64, 64))
         b.output(mm)
-        times.append(compute_times(b.graph, DEVICES["H100"])[mm])
+        times.append(compute_costs(b.graph, DEVICES["H100"])[mm].ms)
     assert times[0] == times[1] > 0
 
 
@@ -244,8 +244,8 @@ def test_custom_estimation_comes_first_and_none_leaves_it_to_the_model() -> None
         return 7 if node is mm else None
 
     plain, model = RuntimeModel(), RuntimeModel(custom=custom)
-    times = model.node_times(gm.graph, skeleton)
-    assert times[mm] == 7.0 != plain.node_times(gm.graph, skeleton)[mm]
+    times = model.node_costs(gm.graph, skeleton)
+    assert times[mm].ms == 7.0 != plain.node_costs(gm.graph, skeleton)[mm].ms
     assert model.collective_ms(gather) == plain.collective_ms(gather)
     assert model.collective_ms(gather, 50) == 5.0
     assert asked[-2:] == [None, 50]
@@ -257,7 +257,7 @@ def test_custom_estimation_that_is_no_time_raises(given: object) -> None:
     gm = gather_under_mm()
     model = RuntimeModel(custom=lambda node, size: given)  # type: ignore[arg-type,return-value]
     with pytest.raises(EstimationError, match="custom_runtime_estimation returned"):
-        model.node_times(gm.graph, collect(gm.graph))
+        model.node_costs(gm.graph, collect(gm.graph))
 
 
 def test_bucket_costs_less_than_its_members_apart() -> None:

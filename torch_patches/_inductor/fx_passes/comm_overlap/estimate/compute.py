@@ -12,6 +12,7 @@ stated fallback, so every rank gets the same numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
@@ -34,13 +35,26 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import decision_
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0, "_int_mm": 0}
 
 
-def compute_times(graph: fx.Graph, device: Device) -> dict[fx.Node, float]:
-    """Milliseconds of each node that computes; others, collectives among them, are not in it.
+@dataclass(frozen=True)
+class ComputeCost:
+    """What a compute node takes.
+
+    Args:
+        ms: on the device.
+        launches: kernels that the host issues: 1 where the node ends a kernel, else 0.
+    """
+
+    ms: float
+    launches: int
+
+
+def compute_costs(graph: fx.Graph, device: Device) -> dict[fx.Node, ComputeCost]:
+    """Cost of each node that computes; others, collectives among them, are not in it.
 
     Linear in nodes and edges.
     """
     return {
-        node: _milliseconds(node, traffic, device)
+        node: ComputeCost(_milliseconds(node, traffic, device), int(traffic.launches))
         for node, traffic in memory_traffic(graph).items()
         if op_namespace(node.target) not in COLLECTIVE_NAMESPACES
     }

@@ -1,7 +1,7 @@
 """What every node of a graph costs, from stated constants, a table, or the user's function.
 
     model = RuntimeModel(Device "H100", gpus_per_node=8)
-    times = model.node_times(graph, skeleton)         # ms of compute
+    costs = model.node_costs(graph, skeleton)         # ms and launches of compute
     model.collective_ms(collective)                   # ms of one collective, alone on its link
     model.collective_ms(collective, size_bytes)       # of a bucket that it would be a member of
 
@@ -17,8 +17,15 @@ from dataclasses import dataclass, field
 
 import torch.fx as fx
 
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import compute_times
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import DEVICES, Device
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import (
+    ComputeCost,
+    compute_costs,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import (
+    DEVICES,
+    Device,
+    Link,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.network import (
     collective_ms,
     link_of,
@@ -65,6 +72,10 @@ class EstimationError(ValueError):
     """A user's estimation returned something that is no time."""
 
 
+def _group_size(collective: Collective) -> int | None:
+    return None if collective.key is None else collective.key.group_size
+
+
 @dataclass(frozen=True)
 class RuntimeModel:
     """See the module.
@@ -88,24 +99,25 @@ class RuntimeModel:
         own = "" if self.custom is None else ", after the custom estimation"
         return f"{self.device.name} constants, {self.gpus_per_node} GPUs a node{own}"
 
-    def node_times(self, graph: fx.Graph, skeleton: Skeleton) -> Mapping[fx.Node, float]:
-        """Milliseconds of every node that computes; others cost nothing.
+    def node_costs(self, graph: fx.Graph, skeleton: Skeleton) -> Mapping[fx.Node, ComputeCost]:
+        """Cost of every node that computes; others cost nothing.
 
         Linear in nodes and edges.
 
         Raises:
             EstimationError: from the custom estimation.
         """
-        times = compute_times(graph, self.device)
+        costs = compute_costs(graph, self.device)
         if self.custom is None:
-            return times
+            return costs
         starts = {collective.start for collective in skeleton.collectives}
         for node in graph.nodes:
             if node.op == "call_function" and node not in starts:
                 given = self._ask(node, None)
                 if given is not None:
-                    times[node] = given
-        return times
+                    launches = costs[node].launches if node in costs else int(given > 0)
+                    costs[node] = ComputeCost(given, launches)
+        return costs
 
     def collective_ms(self, collective: Collective, size_bytes: int | None = None) -> float:
         """Milliseconds of a collective alone on its link.
@@ -121,9 +133,12 @@ class RuntimeModel:
             if given is not None:
                 return given
         size = collective.size_bytes if size_bytes is None else size_bytes
-        ranks = collective.key.group_size if collective.key is not None else None
-        link = link_of(self.device, ranks, collective.ranks, self.gpus_per_node)
-        return collective_ms(collective.kind, size, ranks, link)
+        return collective_ms(collective.kind, size, _group_size(collective), self.link(collective))
+
+    def link(self, collective: Collective) -> Link:
+        """The slowest link that the collective's group uses; the device's links are two objects."""
+        size = _group_size(collective)
+        return link_of(self.device, size, collective.ranks, self.gpus_per_node)
 
     def _ask(self, node: fx.Node, size_bytes: int | None) -> float | None:
         assert self.custom is not None
