@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
@@ -29,7 +29,7 @@ from torch._inductor import compile_fx as compile_fx_module
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from torch_patches import _compat, config
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, RecordedInput
 
 logger = logging.getLogger(__name__)
 
@@ -52,19 +52,21 @@ def _pipeline() -> ModuleType:
 
 @dataclass(frozen=True)
 class _PipelinePass(CustomGraphPass):
-    """A pipeline entry with the options of one compile.
+    """A pipeline entry with the options of one compile and what Dynamo knew of its inputs.
 
     It holds no other state: torch deep-copies, compares and pickles config values.
     """
 
     options: Options
+    recorded: tuple[RecordedInput, ...] = ()
 
     def uuid(self) -> Any | None:
-        """Sources and options, or None (the graph is not cached) once the hooks are gone: it
-        would be stored unchanged under the key of a changed one."""
+        """Sources, options and inputs, or None (the graph is not cached) once the hooks are gone:
+        it would be stored unchanged under the key of a changed one."""
         if not is_installed():
             return None
-        return (type(self).__name__, _pipeline().source_digest(), repr(self.options))
+        inputs = inputs_digest(self.recorded)
+        return (type(self).__name__, _pipeline().source_digest(), repr(self.options), inputs)
 
 
 class JointPass(_PipelinePass):
@@ -72,7 +74,7 @@ class JointPass(_PipelinePass):
 
     def __call__(self, graph: fx.Graph) -> None:
         if is_installed():
-            _pipeline().run_joint(graph, self.options)
+            _pipeline().run_joint(graph, self.options, self.recorded)
 
 
 class PostGradPass(_PipelinePass):
@@ -80,7 +82,7 @@ class PostGradPass(_PipelinePass):
 
     def __call__(self, graph: fx.Graph) -> None:
         if is_installed():
-            _pipeline().run_post_grad(graph, self.options)
+            _pipeline().run_post_grad(graph, self.options, self.recorded)
 
 
 @dataclass(frozen=True)
@@ -168,9 +170,16 @@ def _names(model: Any) -> Iterator[str]:
             yield f"module {entry[0]}"
 
 
-def metadata_digest(model: Any, reads_names: bool) -> str:
+def inputs_digest(recorded: Sequence[RecordedInput]) -> str:
+    """Digest of what tags take from the inputs to decide: their kinds and order, not their names."""
+    facts = [(record.kind.value, record.index) for record in recorded]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def metadata_digest(model: Any, reads_names: bool, recorded: Sequence[RecordedInput] = ()) -> str:
     """Digest of the facts beside the graph's code that decide a plan."""
     digest = hashlib.sha256(repr(_process_group_sizes()).encode())
+    digest.update(inputs_digest(recorded).encode())
     if reads_names:
         for name in _names(model):
             digest.update(repr(name).encode())
@@ -257,9 +266,11 @@ def compile_patches(model: Any, user: Mapping[str, Any] | None) -> dict[str, Any
     options = config.read_options(user)
     if options.bucketing_mode == "none":
         return None
-    joint = append_pass(config.current_value(JOINT_PASSES, user), JointPass(options))
-    post_grad = append_pass(config.current_value(POST_GRAD_PASSES, user), PostGradPass(options))
-    metadata = metadata_digest(model, options.bucketing_mode in MODES_READING_NAMES)
+    recorded = _pipeline().record_inputs_of(model)
+    ours = JointPass(options, recorded), PostGradPass(options, recorded)
+    joint = append_pass(config.current_value(JOINT_PASSES, user), ours[0])
+    post_grad = append_pass(config.current_value(POST_GRAD_PASSES, user), ours[1])
+    metadata = metadata_digest(model, options.bucketing_mode in MODES_READING_NAMES, recorded)
     return {
         **user,
         **{flag.full_name: getattr(options, flag.name) for flag in config.FLAGS},

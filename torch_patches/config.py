@@ -156,7 +156,9 @@ FLAGS: tuple[Flag, ...] = (
         allowed="a finite number > 0, a list of such numbers by bucket index (the last repeats), "
         "or None for an estimate",
         doc="MB (2**20 bytes) that one bucket may hold. A list is by bucket index, its last value "
-        "repeating. None: the size that saturates the group's network.",
+        "repeating. None: the size that saturates the group's network or, where that is more, the "
+        "largest single collective of the bucket's key, up to 500 MB. Where it is None or one "
+        "number, the first bucket of DDP's all-reduces holds at most 1 MB, to start early.",
     ),
     Flag(
         name="primary_fsdp_group_only",

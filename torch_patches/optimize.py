@@ -41,8 +41,9 @@ def optimize_graph(
         gm: an ATen graph (forward, backward or inference) with fake values in ``meta["val"]``.
         bucketing_mode: "topo_span"; "none" means the same, since the call is the opt-in.
         bucket_cap_mb: MB (2**20 bytes) a bucket may hold; a list is by bucket index, the last value
-            repeating; a function maps the bucket index to MB; None takes the size that saturates
-            the group's network.
+            repeating; a function maps the bucket index to MB; None takes the largest single
+            collective of the same kind, group and dtype (at most 500 MB), or what saturates the
+            group's network, whichever is larger.
         max_topo_span: largest distance, in working nodes, between a bucket's first and last
             member; None for no bound.
         primary_fsdp_group_only: leave out the collectives of minority FSDP groups.

@@ -36,7 +36,9 @@ ON = Options(bucketing_mode="topo_span")
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What ran, in order, instead of the post-grad pipeline."""
     order: list[str] = []
-    monkeypatch.setattr(pipeline, "run_post_grad", lambda graph, options: order.append("ours"))
+    monkeypatch.setattr(
+        pipeline, "run_post_grad", lambda graph, options, recorded: order.append("ours")
+    )
     return order
 
 

@@ -25,7 +25,11 @@ from torch._inductor import config as inductor_config
 import torch_patches
 from torch_patches import _compat, _hooks, config
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    InputKind,
+    Options,
+    RecordedInput,
+)
 
 PREFIX = "aten_distributed_optimizations."
 MODE = PREFIX + "bucketing_mode"
@@ -39,12 +43,19 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[tuple[str, Options]] = []
         self.order: list[str] = []
+        self.recorded: list[tuple[RecordedInput, ...]] = []
 
-    def run_joint(self, graph: fx.Graph, options: Options) -> None:
+    def run_joint(
+        self, graph: fx.Graph, options: Options, recorded: tuple[RecordedInput, ...]
+    ) -> None:
+        self.recorded.append(recorded)
         self.calls.append(("joint", options))
         self.order.append("our joint")
 
-    def run_post_grad(self, graph: fx.Graph, options: Options) -> None:
+    def run_post_grad(
+        self, graph: fx.Graph, options: Options, recorded: tuple[RecordedInput, ...]
+    ) -> None:
+        self.recorded.append(recorded)
         # Torch's own code and the cache key see the same values as the pass.
         assert config.read_options() == options
         assert getattr(inductor_config, config.DIGEST_FLAG) != config.NEUTRAL_DIGEST
@@ -176,6 +187,7 @@ def test_flags_of_the_forward_reach_a_later_backward(
     else:
         backward()
     assert recorder.options_of("post_grad") == [expected, expected]
+    assert recorder.recorded == [(RecordedInput(InputKind.OTHER),)] * 3
     torch.testing.assert_close(x.grad, torch.autograd.grad((x @ x).sum(), x)[0])
 
 
@@ -222,6 +234,19 @@ def test_digest_reads_names_only_when_asked() -> None:
     assert digest(a, True) == digest(same, True)
     assert digest(a, True) != digest(b, True)
     assert digest(a, False) == digest(b, False)
+
+
+def test_digest_reads_kinds_and_order_of_inputs_not_their_names() -> None:
+    def digest(*inputs: RecordedInput) -> str:
+        return _hooks.metadata_digest(None, False, inputs)
+
+    a, b = RecordedInput(InputKind.PARAMETER, "a", 0), RecordedInput(InputKind.PARAMETER, "b", 0)
+    assert digest(a) == digest(b)
+    assert digest(a) != digest(RecordedInput(InputKind.BUFFER, "a"))
+    assert digest(a) != digest(RecordedInput(InputKind.PARAMETER, "a", 1))
+    uuids = {_hooks.JointPass(Options(), (record,)).uuid() for record in (a, b)}
+    assert len(uuids) == 1
+    assert _hooks.JointPass(Options(), (RecordedInput(InputKind.OTHER),)).uuid() not in uuids
 
 
 def cache_events() -> dict[str, int]:

@@ -6,15 +6,20 @@ import pytest
 import torch
 
 from torch_patches._inductor.fx_passes.comm_overlap.check import check_plan
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.saturation import saturation_bytes
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.saturation import (
+    default_cap_bytes,
+    saturation_bytes,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
+from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import (
+    make_bucket,
+    payload_order,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.passes.candidates import identify_fsdp_groups
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import (
     MAX_DEFERRALS,
     greedy_buckets,
-    identify_fsdp_groups,
-    make_bucket,
-    payload_order,
     plan_topo_span,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
@@ -87,10 +92,71 @@ class TestByteCap:
             RefusalReason.LEFT_OVER,
         }
 
-    def test_no_cap_means_the_saturation_estimate_of_the_group(self):
+    def test_saturation_estimate_grows_with_the_group(self):
         inside, across = saturation_bytes(8), saturation_bytes(256)
         assert 10 << 20 <= inside < across <= 500 << 20
         assert saturation_bytes(None) == saturation_bytes(8)
+
+
+class TestDefaultCap:
+    """Without a cap: what saturates the network, or the largest collective of the key up to 500 MiB."""
+
+    def _sizes(self, *mib, group_size=2):
+        b = GraphBuilder()
+        waits = [
+            b.gather_and_wait(b.placeholder(m * MIB_ELEMENTS // group_size), group_size, "g")
+            for m in mib
+        ]
+        return sizes(plan_of(b.output(*waits)))
+
+    def test_small_members_fill_what_saturates(self):
+        assert 48 << 20 < saturation_bytes(8) < 64 << 20
+        assert self._sizes(*[16] * 6, group_size=8) == [3, 3]
+
+    def test_a_bucket_may_be_as_large_as_the_largest_member(self):
+        assert self._sizes(96, 16, 112, 64, 48, 16, group_size=8) == [2, 2]
+        assert self._sizes(96, 16, 96, 64, 48, 16, group_size=8) == [2]  # the largest has 96
+
+    def test_a_member_beyond_the_bound_does_not_lift_the_cap_above_it(self):
+        assert self._sizes(400, 200, 300, 200, 2000, 1, 1, group_size=8) == [2, 2]
+
+    def test_an_explicit_cap_is_not_lifted(self):
+        b, waits = gathers(4, elements=40 * MIB_ELEMENTS)
+        assert sizes(plan_of(b.output(*waits), bucket_cap_mb=50.0)) == []
+
+    @pytest.mark.parametrize("group_size", [2, 8, 64, 1024])
+    def test_weights_of_llama_3_8b_at_any_number_of_ranks(self, group_size):
+        """bf16: 32 layers of norms, wq, wk, wv, wo, w1, w2, w3; embedding, norm, head: 291."""
+        norm = 4096 // MIB_ELEMENTS  # less than one MiB counts as nothing here
+        layer = [norm, 32, 8, 8, 32, norm, 112, 112, 112]
+        weights = [1002, *layer * 32, norm, 1002]
+        assert len(weights) == 291
+        buckets = self._sizes(*weights, group_size=group_size)
+        assert 291 - sum(buckets) + len(buckets) <= 98
+
+    def test_the_cap_of_large_weights_is_one_for_all_group_sizes(self):
+        for group_size in range(2, 1025):
+            assert default_cap_bytes(group_size, 1002 << 20) == 500 << 20
+            assert default_cap_bytes(group_size, 112 << 20) >= 112 << 20
+
+
+class TestPhases:
+    """A graph that holds forward and backward; gathers repeated in the backward say so."""
+
+    def _plan(self, backward):
+        b, waits = gathers(4, elements=16)
+        for wait, repeated in zip(waits, backward, strict=True):
+            wait.args[0].meta["autograd_backward"] = repeated
+        return plan_of(b.output(*waits))
+
+    def test_can_bucket_within_a_phase(self):
+        plan = self._plan([False, True, False, True])
+        assert [[m.index for m in x.members] for x in plan.buckets] == [[0, 2], [1, 3]]
+
+    def test_cannot_bucket_a_repeated_gather_with_one_of_the_forward(self):
+        plan = self._plan([False, False, False, True])
+        assert [[m.index for m in x.members] for x in plan.buckets] == [[0, 1, 2]]
+        assert [r.reason for r in plan.refusals] == [RefusalReason.ALONE_IN_KEY]
 
 
 class TestSpan:
@@ -326,6 +392,12 @@ class TestCheck:
         assert [[m.index for m in x.members] for x in plan.buckets] == [[2, 3]]
         assert [r.reason for r in plan.refusals] == [RefusalReason.CHECK_FAILED]
         assert "cycle" in plan.refusals[0].detail
+
+    def test_bucket_of_both_phases_is_given_up(self):
+        b, waits = gathers(3, 16)
+        waits[2].args[0].meta["autograd_backward"] = True
+        plan = self._checked(b.output(*waits), [[0, 2]])
+        assert "backward" in plan.refusals[0].detail
 
     @pytest.mark.parametrize(
         ("groups", "changes", "detail"),

@@ -24,6 +24,7 @@ from torch._subclasses import FakeTensor
 
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK, collect
+from torch_patches._inductor.fx_passes.comm_overlap.passes.replicas import scatters_of_replicas
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import cap_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     BarrierKind,
@@ -86,7 +87,7 @@ def find_violation(
     buckets = report.buckets if report is not None else ()
     members = [[originals[name] for name in bucket.members] for bucket in buckets]
     _check_fences(gm, after, before, members)
-    _check_bounds(buckets, members, options)
+    _check_bounds(buckets, members, before.collectives, options)
     _check_repeatable(gm, after, options)
     _check_variant(gm, options, report, [[m.index for m in ms] for ms in members])
     share = report.displaced_share if report is not None else 0.0
@@ -307,29 +308,40 @@ def _segments_by_original(
 
 
 def _check_bounds(
-    buckets: Sequence[BucketReport], members: Sequence[Sequence[Collective]], options: Options
+    buckets: Sequence[BucketReport],
+    members: Sequence[Sequence[Collective]],
+    collectives: Sequence[Collective],
+    options: Options,
 ) -> None:
     """The members' bytes and span, added up anew.
 
     A member that found no partner uses up a bucket index too, so the n-th bucket of a key has
-    index n or higher.
+    index n or higher.  All-reduces chained to the members of a bucket of reduce-scatters have no
+    bound of their own.
     """
     count_of_key: dict[Any, int] = {}
+    scatter_of = scatters_of_replicas(collectives)
+    bucket_of = {m.index: number for number, group in enumerate(members) for m in group}
     for bucket, group in zip(buckets, members, strict=True):
         size = sum(m.size_bytes for m in group)
         span = max(m.position for m in group) - min(m.position for m in group)
         if (size, span) != (bucket.size_bytes, bucket.span):
             raise InvariantError("g", f"{bucket} reported, but it is {size} bytes, span {span}")
+        if len({(m.key, m.backward) for m in group}) != 1:
+            raise InvariantError("g", f"keys or phases differ: {bucket}")
+        leaders = {bucket_of.get(scatter_of.get(m.index, -1)) for m in group}
+        if len(leaders) == 1 and None not in leaders:
+            continue
         if options.max_topo_span is not None and span > options.max_topo_span:
             raise InvariantError("g", f"span {span} above {options.max_topo_span}: {bucket}")
         key = group[0].key
         assert key is not None
-        index = count_of_key[key] = count_of_key.get(key, -1) + 1
-        caps = [cap_bytes(options.bucket_cap_mb, i, key) for i in range(index, index + 8)]
+        phase = (key, group[0].backward)
+        index = count_of_key[phase] = count_of_key.get(phase, -1) + 1
+        most = max(c.size_bytes for c in collectives if c.key == key)
+        caps = [cap_bytes(options.bucket_cap_mb, i, key, most) for i in range(index, index + 8)]
         if size > max(caps):
             raise InvariantError("g", f"{size} bytes above {caps}: {bucket}")
-        if {m.key for m in group} != {key}:
-            raise InvariantError("g", f"keys differ: {bucket}")
 
 
 # ---------------------------------------------------------------- (c), (e) the same again

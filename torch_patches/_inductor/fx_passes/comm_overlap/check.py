@@ -29,7 +29,7 @@ def check_plan(skeleton: Skeleton, contracted: AugmentedGraph[fx.Node], plan: Pl
         contracted: a fresh contraction of the graph; it holds the accepted merges afterwards.
 
     Checked: members are known to the skeleton, in graph order, mergeable and in no other bucket;
-    equal kind, group, dtype, reduce op and device; static sizes where copies need them; no barrier
+    equal kind, group, dtype, reduce op, device and phase; static sizes where copies need them; no barrier
     between starts or waits; no cycle on the graph with all buckets contracted.
     """
     known = {id(c) for c in skeleton.collectives}
@@ -67,6 +67,8 @@ def _problem(bucket: Bucket, known: set[int], used: set[int]) -> str | None:
         return "a member can never be merged"
     if len({m.key for m in members}) != 1:
         return "its members differ in kind, group, dtype, reduce op or device"
+    if len({m.backward for m in members}) != 1:
+        return "some of its members run in the forward and some in the backward"
     if len({(m.segment, m.wait_segment) for m in members}) != 1:
         return "a side effect lies between its members"
     if bucket.form is MergeForm.COALESCED and bucket.key.needs_copies:

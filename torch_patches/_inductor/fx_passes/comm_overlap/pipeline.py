@@ -1,7 +1,7 @@
 """The pass list, seen whole, and the entry points that run it.
 
-    joint graph:      nothing yet (tags come with pre-overlap bucketing)
-    post-grad graph:  collect -> topo_span -> check -> apply -> report
+    joint graph:      tag parameter and gradient traffic
+    post-grad graph:  tag, if no joint graph was seen -> collect -> topo_span -> check -> apply -> report
 
 ``run_joint`` and ``run_post_grad`` are what Inductor calls; ``optimize_graph`` runs the same on one
 GraphModule.
@@ -13,7 +13,7 @@ import functools
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,10 +29,17 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     collective_kind,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
+from torch_patches._inductor.fx_passes.comm_overlap.graph.dynamo_inputs import record_inputs
 from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
+from torch_patches._inductor.fx_passes.comm_overlap.passes.tagging import is_tagged, tag_graph
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import plan_topo_span
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, Plan, Skeleton
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    Options,
+    Plan,
+    RecordedInput,
+    Skeleton,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.report import (
     Before,
     Report,
@@ -60,12 +67,51 @@ Planner = Callable[[Skeleton, AugmentedGraph[fx.Node], Options], Plan]
 PLANNERS: dict[str, Planner] = {"topo_span": plan_topo_span}
 
 
-def run_joint(graph: fx.Graph, options: Options) -> None:
-    """Passes over the joint graph: none so far."""
+def record_inputs_of(model: object) -> tuple[RecordedInput, ...]:
+    """What Dynamo knows of the inputs of the graph it hands over; call it while it does.
+
+    Empty for other models, and with one warning where Dynamo's graph cannot be read.
+    """
+    try:
+        return record_inputs(model)
+    except RANK_LOCAL_ERRORS:
+        raise
+    except Exception as error:
+        _raise_if_strict(error)
+        _warn_untagged(f"{type(error).__name__}: {error}")
+        return ()
 
 
-def run_post_grad(graph: fx.Graph, options: Options) -> Report | None:
-    """Buckets the collectives of a forward or backward graph, in place.
+def run_joint(graph: fx.Graph, options: Options, recorded: Sequence[RecordedInput] = ()) -> None:
+    """Tags the collectives of a joint or inference graph; its nodes stay as they are.
+
+    Args:
+        recorded: what Dynamo knew of the inputs; without it, descriptors and structure decide.
+
+    Raises:
+        OSError, MemoryError, ...: causes local to this rank (:data:`RANK_LOCAL_ERRORS`).  After any
+            other failure the graph has no tags (structure decides), with one warning.
+    """
+    if options.bucketing_mode not in PLANNERS:
+        return
+    try:
+        tag_graph(graph, recorded)
+    except RANK_LOCAL_ERRORS:
+        raise
+    except Exception as error:
+        _raise_if_strict(error)
+        _warn_untagged(f"{type(error).__name__}: {error}")
+
+
+def run_post_grad(
+    graph: fx.Graph, options: Options, recorded: Sequence[RecordedInput] = ()
+) -> Report | None:
+    """Buckets the collectives of a forward, backward or inference graph, in place.
+
+    A graph without tags is tagged first, if its inputs have descriptors; else structure decides.
+
+    Args:
+        recorded: as for :func:`run_joint`.
 
     Returns:
         The report, or None where there is nothing to do (mode "none", no collectives) or to tell.
@@ -77,6 +123,8 @@ def run_post_grad(graph: fx.Graph, options: Options) -> Report | None:
     planner = PLANNERS.get(options.bucketing_mode)
     if planner is None:
         return None
+    if not is_tagged(graph):
+        run_joint(graph, options, recorded)
     try:
         change = _bucket(graph, options, planner)
     except RANK_LOCAL_ERRORS:
@@ -140,6 +188,18 @@ def _mark_considered(graph: fx.Graph, options: Options) -> None:
     for node in graph.nodes:
         if collective_kind(node) is not None and BUCKET_MARK not in node.meta:
             node.meta[CONSIDERED_MARK] = fingerprint
+
+
+@functools.cache
+def _warn_untagged(reason: str) -> None:
+    """Once per reason."""
+    log.warning(
+        "torch_patches could not tag the collectives of a graph (%s), and judges by structure what "
+        'they carry. aten_distributed_optimizations.bucketing_mode = "none" turns bucketing off; '
+        "%s=1 raises with the full trace.",
+        reason,
+        STRICT_VARIABLE,
+    )
 
 
 @functools.cache

@@ -58,11 +58,16 @@ class RefusalReason(enum.Enum):
     UNSUPPORTED_LAYOUT = "its tensors are not plain strided ones with a contiguous result"
     NO_METADATA = "its node carries no tensor metadata"
     NOT_PARAMETER_TRAFFIC = "it carries neither a parameter nor a gradient"
+    NOT_TAGGED = "it appeared after the joint graph was tagged, so nobody knows what it carries"
     NOT_PRIMARY_GROUP = "primary_fsdp_group_only is set and its group is not the primary one"
-    ALONE_IN_KEY = "no other collective has its kind, group, dtype, reduce op and device"
+    ALONE_IN_KEY = (
+        "no other collective has its kind, group, dtype, reduce op, device and phase (forward or "
+        "backward)"
+    )
     LEFT_OVER = "the others of its key are in buckets that it could not join"
     SYMBOLIC_SIZE = "its size is symbolic and its backend needs the copying form"
     BYTE_CAP = "the next member would exceed bucket_cap_mb"
+    FIRST_BUCKET = "it fills the small first bucket of all-reduces, so that they start early"
     SPAN_CAP = "the next member would exceed max_topo_span"
     DEPENDENCY = "it depends on a member of the bucket, or merging would close a cycle"
     BARRIER = "a side effect lies between it and the bucket"
@@ -103,11 +108,63 @@ class BucketKey:
 
 
 class Traffic(enum.Enum):
-    """What a collective carries, judged from the structure around it."""
+    """What a collective carries: from its tag where there is one, else from the structure around
+    it."""
 
-    PARAMETER = "parameter"  # gathered from one graph input through casts, views, pads, slices
-    GRADIENT = "gradient"  # reduced, and every path from it ends in a graph output
+    PARAMETER = "parameter"  # gathered from one parameter through casts, views, pads, slices
+    GRADIENT = "gradient"  # reduced, and every path from it ends in a parameter's gradient
     OTHER = "other"  # activations, routing, statistics
+
+
+class TagSource(enum.Enum):
+    """Where a tag's knowledge of the graph's inputs comes from, the surest first."""
+
+    DESCRIPTORS = "descriptors"  # AOT export names parameters and buffers
+    DYNAMO = "dynamo"  # sources of Dynamo's placeholders, joined by index
+    STRUCTURE = "structure"  # an input that a collective rearranges, an output it ends in
+
+
+@dataclass(frozen=True)
+class CollectiveTag:
+    """What the joint graph tells about a collective; kept in ``node.meta`` of its chain.
+
+    Plain data, so that it survives partition, recomputation, deepcopy and ``GraphPickler``.
+
+    Args:
+        traffic: ``OTHER`` means that it was looked at and carries neither.
+        source: where the knowledge comes from.
+        parameter: fully qualified name of the parameter gathered, or whose gradient is reduced.
+        index: its place in the order of registration; where only inputs are known, among them.
+    """
+
+    traffic: Traffic
+    source: TagSource
+    parameter: str | None = None
+    index: int | None = None
+
+
+class InputKind(enum.Enum):
+    """What a graph input is."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    OTHER = "other"  # data, a tangent, a saved activation
+    UNKNOWN = "unknown"  # nobody tells
+
+
+@dataclass(frozen=True)
+class RecordedInput:
+    """One input of the graph that Dynamo made, by the index that AOT descriptors use.
+
+    Args:
+        kind: parameter, buffer or other.
+        name: fully qualified, empty for other inputs.
+        index: parameters: place in the order of registration.
+    """
+
+    kind: InputKind
+    name: str = ""
+    index: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,10 +186,16 @@ class Collective:
         wait_position: the same for the first wait, or None.
         segment, wait_segment: number of ``EFFECT`` barriers before the start and the first wait.
         traffic: parameter, gradient or other.
+        tag: what the joint graph told, or None where none was seen.
+        backward: it runs in the backward of a graph that may hold both passes; gathers repeated
+            there never merge with those of the forward.
+        feeder: index of the collective whose result it passes on, only rearranged or scaled by a
+            number in between, or None.
         refusal: why it can never be a bucket member, or None.
         has_symbolic_size: some dimension is symbolic.
-        parameter_index: place of the parameter among the graph's inputs, or of its gradient among
-            the outputs, where there is one; gathers and reductions of a model agree in its order.
+        parameter_index: the tag's index; without tags, place of the parameter among the graph's
+            inputs, or of its gradient among the outputs.  Gathers and reductions of a model agree
+            in its order.
         considered: fingerprint of the options of an earlier run that left it alone, or None.
     """
 
@@ -155,6 +218,9 @@ class Collective:
     has_symbolic_size: bool = False
     parameter_index: int | None = None
     considered: str | None = None
+    tag: CollectiveTag | None = None
+    backward: bool = False
+    feeder: int | None = None
 
 
 class BarrierKind(enum.Enum):
@@ -186,6 +252,7 @@ class Skeleton:
         idle: nodes that do no work, or only on ranks with a short shard; they count nowhere.
         order_dependencies: (before, after) pairs that data flow does not show: accesses of a
             mutated storage, random ops, barriers.
+        tagged: the joint graph's tags tell what the collectives carry.
     """
 
     collectives: tuple[Collective, ...]
@@ -193,6 +260,7 @@ class Skeleton:
     positions: Mapping[fx.Node, int]
     idle: Set[fx.Node]
     order_dependencies: tuple[tuple[fx.Node, fx.Node], ...]
+    tagged: bool = False
 
 
 @dataclass(frozen=True)
@@ -265,7 +333,9 @@ class Options:
         max_topo_span: largest span of a bucket in working nodes, None for no bound.
         bucket_cap_mb: MB (2**20 bytes) a bucket may hold; a sequence is by bucket index with the
             last value repeating; a callable takes the bucket index; None takes the size that
-            saturates the group's network.
+            saturates the group's network or, where that is more, the largest single member of the
+            key, up to 500 MB.  Where it is None or one number, the first bucket of all-reduces
+            without a reduce-scatter in front (DDP) holds at most 1 MB.
         primary_fsdp_group_only: of the groups with parameter gathers or gradient scatters, bucket
             only the one with the most gathers; other groups (replicas) are served all the same.
         bucket_mode: "default" (copying), "coalesced" (zero-copy), None (chosen by the pass).

@@ -25,6 +25,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Plan,
     Refusal,
     Skeleton,
+    TagSource,
 )
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ class Report:
         mode: the bucketing mode that ran.
         collectives_before, collectives_after: launches by kind.
         groups_before, groups_after: the same by kind and group, with bytes by dtype.
+        told_by: collectives by who told what they carry: "descriptors" or "dynamo" (tags of the
+            joint graph), "structure".
         buckets: every bucket made.
         refusals: every collective or bucket that was not merged, with the reason.
         max_span: the largest span of a bucket, in working nodes.
@@ -92,6 +95,7 @@ class Report:
     collectives_after: dict[str, int] = field(default_factory=dict)
     groups_before: tuple[GroupReport, ...] = ()
     groups_after: tuple[GroupReport, ...] = ()
+    told_by: dict[str, int] = field(default_factory=dict)
     buckets: tuple[BucketReport, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     max_span: int = 0
@@ -115,6 +119,7 @@ class Report:
         return (
             f"comm_overlap {self.mode}: {len(self.buckets)} buckets of {merged} collectives, "
             f"launches {_counts(self.collectives_before)} -> {_counts(self.collectives_after)}, "
+            f"traffic told by {_counts(self.told_by)}, "
             f"max span {self.max_span} (bound {self.max_topo_span}), closed {closes}, "
             f"max consecutive compute between reduce-scatters "
             f"{self.max_consecutive_compute_before} -> {self.max_consecutive_compute_after}, "
@@ -146,6 +151,12 @@ class Before:
 def count_launches(collectives: Sequence[Collective]) -> dict[str, int]:
     """Launches by kind, in order of first appearance; a bucket is one launch."""
     return dict(Counter(c.kind.value for c in collectives))
+
+
+def count_sources(collectives: Sequence[Collective]) -> dict[str, int]:
+    """Collectives by who told what they carry."""
+    sources = (c.tag.source if c.tag is not None else TagSource.STRUCTURE for c in collectives)
+    return dict(Counter(source.value for source in sources))
 
 
 def summarize_groups(collectives: Sequence[Collective]) -> tuple[GroupReport, ...]:
@@ -216,6 +227,7 @@ def build_report(
         collectives_after=count_launches(after.collectives),
         groups_before=summarize_groups(before.collectives),
         groups_after=summarize_groups(after.collectives),
+        told_by=count_sources(before.collectives),
         buckets=buckets,
         refusals=plan.refusals,
         max_span=max((b.span for b in buckets), default=0),

@@ -46,3 +46,19 @@ def saturation_bytes(
     ratio = efficiency / (1 - efficiency)
     wanted = ratio * latency_s * bandwidth * 1e9 * size / (size - 1)
     return int(min(max(wanted, _FLOOR_BYTES), _CEILING_BYTES))
+
+
+def default_cap_bytes(group_size: int | None, largest_bytes: int) -> int:
+    """Bytes that a bucket may hold where the user gave no cap.
+
+    At least what saturates the network.  Where a single collective of the key is larger, a bucket
+    may be as large as that one, whose bytes the graph holds at once anyway: otherwise each large
+    weight would fill a bucket alone, and close that of the small ones around it.
+
+    Args:
+        largest_bytes: the largest single collective that the bucket's key has.
+
+    Returns:
+        Bytes, between 10 MiB and 500 MiB.
+    """
+    return max(saturation_bytes(group_size), min(largest_bytes, _CEILING_BYTES))

@@ -20,6 +20,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import (
     canonical_group,
     registered_ranks,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.graph.links import with_feeders
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     COLLECTIVE_NAMESPACES,
     is_view,
@@ -41,6 +42,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import (
     known_contiguous,
     total_bytes,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import tag_of
 from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import TrafficFinder
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     MERGEABLE_KINDS,
@@ -51,6 +53,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     CollectiveKind,
     RefusalReason,
     Skeleton,
+    Traffic,
 )
 
 #: ``node.meta`` key of nodes made by a merge; such collectives are not merged again.
@@ -115,19 +118,22 @@ def collect(graph: fx.Graph) -> Skeleton:
     positions = count_positions(graph, idle)
     effects = find_effects(graph, is_collective=lambda n: collective_kind(n) is not None)
     fences = {b.node for b in effects.barriers if b.kind is BarrierKind.EFFECT}
-    waits_of = _waits_by_start(graph)
+    waits_of = waits_by_start(graph)
     places = _Places(positions, _segments(graph, fences), number_nodes(graph))
     starts = [n for n in graph.nodes if collective_kind(n) is not None]
+    tagged = any(tag_of(start) is not None for start in starts)
+    carried = _Carried(traffic, tagged)
     collectives = [
-        _read(start, index, tuple(waits_of.get(start, ())), places, traffic)
+        _read(start, index, tuple(waits_of.get(start, ())), places, carried)
         for index, start in enumerate(starts)
     ]
     return Skeleton(
-        collectives=tuple(with_shared_sizes(collectives, traffic)),
+        collectives=tuple(with_feeders(with_shared_sizes(collectives, traffic))),
         barriers=_with_positions(effects, positions),
         positions=positions,
         idle=idle,
         order_dependencies=effects.order_dependencies,
+        tagged=tagged,
     )
 
 
@@ -138,6 +144,29 @@ class _Places:
     positions: dict[fx.Node, int]
     segments: dict[fx.Node, int]
     numbers: dict[fx.Node, int]
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """What collectives carry: the tags' word where a graph has tags, else that of structure."""
+
+    structure: TrafficFinder
+    tagged: bool
+
+    def traffic(self, start: fx.Node, kind: CollectiveKind, waits: tuple[fx.Node, ...]) -> Traffic:
+        if not self.tagged:
+            return self.structure.of(start, kind, waits)
+        # One that appeared after the joint graph is nobody's parameter for all we know.
+        tag = tag_of(start)
+        return Traffic.OTHER if tag is None else tag.traffic
+
+    def parameter_index(
+        self, start: fx.Node, kind: CollectiveKind, waits: tuple[fx.Node, ...]
+    ) -> int | None:
+        if not self.tagged:
+            return self.structure.parameter_index(start, kind, waits)
+        tag = tag_of(start)
+        return None if tag is None else tag.index
 
 
 def number_nodes(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -158,7 +187,7 @@ def _with_positions(effects: Effects, positions: dict[fx.Node, int]) -> tuple[Ba
     return tuple(Barrier(b.node, b.kind, positions[b.node]) for b in effects.barriers)
 
 
-def _waits_by_start(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def waits_by_start(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Waits of each start in graph order, looking through views, aliases and getitems."""
     result: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -176,7 +205,7 @@ def _read(
     index: int,
     waits: tuple[fx.Node, ...],
     places: _Places,
-    traffic: TrafficFinder,
+    carried: _Carried,
 ) -> Collective:
     inner = wrapped_node(start)
     op = inner if inner is not None else start
@@ -204,11 +233,20 @@ def _read(
         wait_position=min((places.positions[w] for w in waits), default=None),
         segment=places.segments[start],
         wait_segment=min((places.segments[w] for w in waits), default=None),
-        traffic=traffic.of(start, traits.kind, waits),
+        traffic=carried.traffic(start, traits.kind, waits),
         refusal=_refusal(start, traits, waits, inputs, outputs, wrapped=inner is not None),
-        parameter_index=traffic.parameter_index(start, traits.kind, waits),
+        parameter_index=carried.parameter_index(start, traits.kind, waits),
         considered=start.meta.get(CONSIDERED_MARK),
         has_symbolic_size=any(has_symbols(t) for t in (*inputs, *outputs)),
+        tag=tag_of(start),
+        backward=_runs_in_backward(start),
+    )
+
+
+def _runs_in_backward(node: fx.Node) -> bool:
+    """Says so itself; gathers that checkpointing repeats are marked too (not in torch 2.11)."""
+    return bool(node.meta.get("autograd_backward")) or (
+        node.meta.get("partitioner_tag") == "is_backward"
     )
 
 

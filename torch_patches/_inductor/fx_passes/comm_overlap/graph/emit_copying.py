@@ -7,6 +7,9 @@ Layout of a bucket of members with n_i elements on each of G ranks:
     reduce    in: [n_0 | n_1 | ...]             out: the same
 
 All members have one dtype, so every part starts at a multiple of the element size.
+
+What all members have in common around the collective is done once, on the whole buffer: a cast in
+front of gathers, and a scaling by a number behind all-reduces.  The bits are the same.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import (
     mark,
     merged_arguments,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.graph.links import common_scaling
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     first_argument,
     is_cast,
@@ -57,10 +61,14 @@ def emit_copying(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
         bucket.members[0].waits[0],
         start.meta["val"],
     )
-    outputs = _copy_out(made, wait, members, bucket)
+    scalings = _absorbable_scalings(members, emitter.ordered)
+    result = _scaled(made, wait, scalings) if scalings else wait
+    outputs = _copy_out(made, result, members, bucket)
     wait_nodes = made.take()
     replaced = _replace(emitter, members, outputs, start, wait)
-    emitter.erase(absorbed)
+    for scaling in scalings:
+        scaling.replace_all_uses_with(_source_of(scaling))
+    emitter.erase([*absorbed, *scalings])
     return Merged(start, start_nodes, replaced, wait_nodes)
 
 
@@ -95,9 +103,7 @@ class _Recorder:
 
 
 def _source(member: Collective) -> fx.Node:
-    source = first_argument(member.start)
-    assert isinstance(source, fx.Node)
-    return source
+    return _source_of(member.start)
 
 
 def _absorbable_casts(members: Sequence[Collective], ordered: Set[fx.Node]) -> list[fx.Node]:
@@ -131,6 +137,36 @@ def _is_plain_cast(cast: fx.Node) -> bool:
         and before.device == after.device
         and before.shape == after.shape
     )
+
+
+def _absorbable_scalings(members: Sequence[Collective], ordered: Set[fx.Node]) -> list[fx.Node]:
+    """Scalings behind all-reduces that one scaling of the whole buffer can replace.
+
+    Only if all members have the same, nobody else reads the unscaled result, and it keeps the
+    layout of what it reads, which then stands for it.
+    """
+    if members[0].kind is not CollectiveKind.ALL_REDUCE:
+        return []
+    scalings = common_scaling(members)
+    if any(s in ordered or not _keeps_layout(s) for s in scalings):
+        return []
+    return list(scalings)
+
+
+def _keeps_layout(scaling: fx.Node) -> bool:
+    before, after = _source_of(scaling).meta["val"], scaling.meta["val"]
+    return bool(before.shape == after.shape and before.stride() == after.stride())
+
+
+def _source_of(node: fx.Node) -> fx.Node:
+    source = first_argument(node)
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _scaled(made: _Recorder, wait: fx.Node, scalings: Sequence[fx.Node]) -> fx.Node:
+    scaling = scalings[0]
+    return made.compute(scaling.target, (wait, *scaling.args[1:]), scaling)
 
 
 def _copy_in(

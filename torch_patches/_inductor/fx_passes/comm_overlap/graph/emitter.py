@@ -21,6 +21,11 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     op_name,
     op_namespace,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import (
+    TAG_MARK,
+    tag_of,
+    without_parameter,
+)
 
 #: Metadata that describes the donor's own value or arguments, hence not handed on.
 _OWN_METADATA = frozenset({"val", "eager_input_vals", "tensor_meta", "example_value"})
@@ -146,5 +151,8 @@ def merged_arguments(start: fx.Node, payload: Any) -> tuple[Any, ...]:
 
 
 def mark(start: fx.Node, index: int, members: int) -> None:
-    """Marks a merged collective so that no pass merges it again."""
+    """Marks a merged collective so that no pass merges it again; its tag names no parameter."""
     start.meta[BUCKET_MARK] = {"bucket": index, "members": members}
+    tag = tag_of(start)
+    if tag is not None:
+        start.meta[TAG_MARK] = without_parameter(tag)

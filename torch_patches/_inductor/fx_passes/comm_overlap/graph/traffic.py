@@ -5,7 +5,8 @@
 
 A collective on anything else (activations of tensor parallelism, expert routing) sits on the
 critical path; merging it would move compute.  Structure cannot tell a saved activation from a
-parameter; tags from the joint graph can, and take precedence where they exist.
+parameter; tags from the joint graph can (``passes/tagging.py``), and replace this judgement wherever
+they exist.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _RESIZING_VIEWS = frozenset({"expand", "select", "unfold", "as_strided", "diagon
 _COPIES = frozenset({"clone", "contiguous", "constant_pad_nd", "cat", "split_with_sizes_copy"})
 
 
-def _passes_through(node: fx.Node) -> bool:
+def passes_through(node: fx.Node) -> bool:
     """Rearranges or casts what it is given, or communicates it; computes nothing."""
     target = (wrapped_node(node) or node).target
     if op_namespace(target) in COLLECTIVE_NAMESPACES:
@@ -38,10 +39,10 @@ def _passes_through(node: fx.Node) -> bool:
     return op_namespace(target) in ("aten", "prims") and op_name(target) in _COPIES
 
 
-def _finishes_gradient(node: fx.Node) -> bool:
+def finishes_gradient(node: fx.Node) -> bool:
     """May stand between a gradient's reduction and the output: also scaling by a number or an
     input, and adding another gradient (accumulation, a tied parameter)."""
-    if _passes_through(node):
+    if passes_through(node):
         return True
     name = op_name(node.target) if op_namespace(node.target) == "aten" else None
     if name in ("mul", "div"):
@@ -99,7 +100,7 @@ class TrafficFinder:
         """The one tensor placeholder that ``node`` is a rearrangement of, or None."""
         if node.op == "placeholder":
             return node if _is_tensor(node) else None
-        if node.op != "call_function" or not _passes_through(node):
+        if node.op != "call_function" or not passes_through(node):
             return None
         inputs = [n for n in node.all_input_nodes if _is_tensor(n)]
         origins = list(dict.fromkeys(self._origin[n] for n in inputs))
@@ -107,7 +108,7 @@ class TrafficFinder:
 
     def _find_upstream(self, node: fx.Node) -> fx.Node | None:
         """The nearest collective start of which ``node`` is a rearrangement, itself included."""
-        if node.op != "call_function" or not _passes_through(node):
+        if node.op != "call_function" or not passes_through(node):
             return None
         if op_name(node.target) in _RESIZING_VIEWS:
             return None
@@ -118,7 +119,7 @@ class TrafficFinder:
 
     def _ends_in_output(self, node: fx.Node) -> bool:
         return bool(node.users) and all(
-            user.op == "output" or (_finishes_gradient(user) and self._terminal[user])
+            user.op == "output" or (finishes_gradient(user) and self._terminal[user])
             for user in node.users
         )
 

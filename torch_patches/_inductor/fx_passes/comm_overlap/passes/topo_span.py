@@ -1,9 +1,18 @@
 """Topo-span-bounded greedy bucketing.
 
-Collectives of one key (kind, group, dtype, reduce op, device) are taken in graph order and need not
-be adjacent.  A bucket closes when the next member would exceed its byte cap, or when the members
-would stand further apart than ``max_topo_span`` working nodes: a merged gather holds everything it
-gathers from its first use on, and a merged reduction delays its first member to its last.
+Collectives of one key (kind, group, dtype, reduce op, device) and one phase (forward or backward)
+are taken in graph order and need not be adjacent.  A bucket closes when the next member would exceed
+its byte cap, or when the members would stand further apart than ``max_topo_span`` working nodes: a
+merged gather holds everything it gathers from its first use on, and a merged reduction delays its
+first member to its last.
+
+Without a cap of the user's, a bucket may hold what saturates the group's network or, where that is
+more, as much as the largest collective of its key, up to 500 MiB: the graph holds the bytes of that
+one at once anyway.
+
+Data-parallel all-reduces (DDP) start with a bucket of at most 1 MiB, so that communication starts
+early; a cap given bucket by bucket rules over that.  All-reduces over replicas of shards (HSDP) take
+the members of their reduce-scatters' buckets (``replicas.py``).
 
 A candidate that depends on a member of the open bucket, or whose merge would close a cycle together
 with buckets accepted before, is put off to the next bucket instead of being dropped.
@@ -20,9 +29,20 @@ import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.saturation import (
     MIB,
-    saturation_bytes,
+    default_cap_bytes,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
+from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import (
+    choose_form,
+    make_bucket,
+    merge_members,
+    settle_form,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.passes.candidates import select_candidates
+from torch_patches._inductor.fx_passes.comm_overlap.passes.replicas import (
+    follow_scatters,
+    scatters_of_replicas,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Bucket,
     BucketCap,
@@ -36,72 +56,14 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Refusal,
     RefusalReason,
     Skeleton,
-    Traffic,
 )
 
+#: Bytes of the first bucket of data-parallel all-reduces, as in torch's DDP.
+FIRST_BUCKET_BYTES = MIB
 #: Candidates that one bucket may put off before it closes; bounds the work on dependent chains.
 MAX_DEFERRALS = 64
 #: Nodes that the quick look for a dependency expands.
 _LOOK_BACK = 8
-
-
-@dataclass(frozen=True)
-class FsdpGroup:
-    """A process group that carries parameter gathers or gradient scatters.
-
-    Args:
-        group: canonical group name.
-        group_size: ranks in it, None if unknown.
-        gathers, scatters: how many of each it carries in this graph.
-        size_bytes: their decision sizes together.
-    """
-
-    group: str
-    group_size: int | None
-    gathers: int
-    scatters: int
-    size_bytes: int
-
-
-def identify_fsdp_groups(skeleton: Skeleton, primary_only: bool = False) -> tuple[FsdpGroup, ...]:
-    """Groups with parameter gathers or gradient scatters, in order of first appearance.
-
-    Args:
-        primary_only: only the group with the most parameter gathers; then the most gradient
-            scatters, the most bytes, the first to appear.  None of these can differ between ranks
-            with equal skeletons.
-
-    An empty graph has no group.
-    """
-    members: dict[str, list[Collective]] = {}
-    for collective in skeleton.collectives:
-        if _is_fsdp(collective):
-            members.setdefault(collective.group, []).append(collective)
-    groups = [_summarize(name, collectives) for name, collectives in members.items()]
-    if primary_only and groups:
-        # max keeps the first of equals
-        groups = [max(groups, key=lambda g: (g.gathers, g.scatters, g.size_bytes))]
-    return tuple(groups)
-
-
-def _is_fsdp(collective: Collective) -> bool:
-    if collective.kind is CollectiveKind.ALL_GATHER:
-        return collective.traffic is Traffic.PARAMETER
-    return (
-        collective.kind is CollectiveKind.REDUCE_SCATTER and collective.traffic is Traffic.GRADIENT
-    )
-
-
-def _summarize(name: str, collectives: Sequence[Collective]) -> FsdpGroup:
-    kinds = [c.kind for c in collectives]
-    sizes = [c.key.group_size for c in collectives if c.key is not None]
-    return FsdpGroup(
-        group=name,
-        group_size=sizes[0] if sizes else None,
-        gathers=kinds.count(CollectiveKind.ALL_GATHER),
-        scatters=kinds.count(CollectiveKind.REDUCE_SCATTER),
-        size_bytes=sum(c.size_bytes for c in collectives),
-    )
 
 
 def plan_topo_span(
@@ -116,36 +78,19 @@ def plan_topo_span(
     searches only between the places it joins.
     """
     candidates, refusals = select_candidates(skeleton, options)
-    return greedy_buckets(candidates, contracted, options, refusals)
-
-
-def select_candidates(
-    skeleton: Skeleton, options: Options
-) -> tuple[list[Collective], list[Refusal]]:
-    """Collectives that may be merged, and the others with the reason."""
-    groups = identify_fsdp_groups(skeleton)
-    allowed = {g.group for g in identify_fsdp_groups(skeleton, options.primary_fsdp_group_only)}
-    minority = {g.group for g in groups} - allowed
-    fingerprint = options.fingerprint()
-    candidates: list[Collective] = []
-    refusals: list[Refusal] = []
-    for collective in skeleton.collectives:
-        reason = collective.refusal
-        considered = collective.considered is not None and collective.considered == fingerprint
-        if reason is None and considered:
-            reason = RefusalReason.ALREADY_CONSIDERED
-        if reason is None and collective.traffic is Traffic.OTHER:
-            reason = RefusalReason.NOT_PARAMETER_TRAFFIC
-        copies = collective.key is not None and collective.key.needs_copies
-        if reason is None and copies and collective.has_symbolic_size:
-            reason = RefusalReason.SYMBOLIC_SIZE
-        if reason is None and collective.group in minority:
-            reason = RefusalReason.NOT_PRIMARY_GROUP
-        if reason is None:
-            candidates.append(collective)
-        else:
-            refusals.append(Refusal((collective.start.name,), reason))
-    return candidates, refusals
+    scatter_of = scatters_of_replicas(skeleton.collectives)
+    leaders = [c for c in candidates if c.index not in scatter_of]
+    replicas = [c for c in candidates if c.index in scatter_of]
+    led = greedy_buckets(leaders, contracted, options, refusals)
+    followed, apart = follow_scatters(led.buckets, replicas, scatter_of, contracted, options)
+    alone = greedy_buckets(apart, contracted, options, small_first=False)
+    parts = (led, followed, alone)
+    buckets = [bucket for part in parts for bucket in part.buckets]
+    return Plan(
+        tuple(sorted(buckets, key=lambda b: b.members[0].index)),
+        tuple(refusal for part in parts for refusal in part.refusals),
+        sum(part.operations for part in parts),
+    )
 
 
 def greedy_buckets(
@@ -153,20 +98,25 @@ def greedy_buckets(
     contracted: AugmentedGraph[fx.Node],
     options: Options,
     refusals: Sequence[Refusal] = (),
+    small_first: bool = True,
 ) -> Plan:
-    """Buckets the candidates key by key, in graph order of each key's first member."""
-    by_key: dict[BucketKey, list[Collective]] = {}
+    """Buckets the candidates key by key and phase by phase, in graph order of the first members.
+
+    Args:
+        small_first: the first bucket of all-reduces is small, unless caps are given by bucket.
+    """
+    by_key: dict[tuple[BucketKey, bool], list[Collective]] = {}
     for candidate in candidates:
         if candidate.key is not None:
-            by_key.setdefault(candidate.key, []).append(candidate)
+            by_key.setdefault((candidate.key, candidate.backward), []).append(candidate)
     before, visited = contracted.operations, 0
     buckets: list[Bucket] = []
     reasons = list(refusals)
-    for key, members in by_key.items():
+    for (key, _), members in by_key.items():
         if len(members) == 1:
             reasons.append(Refusal((members[0].start.name,), RefusalReason.ALONE_IN_KEY))
             continue
-        run = _KeyRun(key, members, contracted, options)
+        run = _KeyRun(key, members, contracted, options, small_first)
         run.take_all()
         buckets.extend(run.buckets)
         reasons.extend(run.refusals)
@@ -175,10 +125,14 @@ def greedy_buckets(
     return Plan(tuple(buckets), tuple(reasons), contracted.operations - before + visited)
 
 
-def cap_bytes(cap: BucketCap, bucket_index: int, key: BucketKey) -> int:
-    """Bytes that the bucket with this index within its key may hold."""
+def cap_bytes(cap: BucketCap, bucket_index: int, key: BucketKey, largest_bytes: int) -> int:
+    """Bytes that the bucket with this index within its key may hold.
+
+    Args:
+        largest_bytes: size of the key's largest candidate, which counts where there is no cap.
+    """
     if cap is None:
-        return saturation_bytes(key.group_size)
+        return default_cap_bytes(key.group_size, largest_bytes)
     if callable(cap):
         return int(cap(bucket_index) * MIB)
     if isinstance(cap, tuple):
@@ -202,6 +156,7 @@ class _KeyRun:
     candidates: Sequence[Collective]
     contracted: AugmentedGraph[fx.Node]
     options: Options
+    small_first: bool = False
     buckets: list[Bucket] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     visited: int = 0
@@ -212,12 +167,20 @@ class _KeyRun:
 
     def take_all(self) -> None:
         remaining = list(self.candidates)
+        largest = max(candidate.size_bytes for candidate in remaining)
         index = 0
         while remaining:
-            cap = cap_bytes(self.options.bucket_cap_mb, index, self.key)
-            members, remaining, reason = self._fill(remaining, cap)
-            self._close(members, reason)
+            cap = cap_bytes(self.options.bucket_cap_mb, index, self.key, largest)
+            small = index == 0 and cap > FIRST_BUCKET_BYTES and self._starts_small()
+            members, remaining, reason = self._fill(remaining, FIRST_BUCKET_BYTES if small else cap)
+            self._close(members, reason, small)
             index += 1
+
+    def _starts_small(self) -> bool:
+        by_bucket = isinstance(self.options.bucket_cap_mb, tuple) or callable(
+            self.options.bucket_cap_mb
+        )
+        return self.small_first and not by_bucket and self.key.kind is CollectiveKind.ALL_REDUCE
 
     def _fill(
         self, candidates: list[Collective], cap: int
@@ -277,61 +240,19 @@ class _KeyRun:
                 pending.append(before)
         return False
 
-    def _close(self, members: list[Collective], reason: CloseReason) -> None:
+    def _close(self, members: list[Collective], reason: CloseReason, small: bool) -> None:
         if len(members) == 1:
             why = _REFUSAL_OF[reason]
+            if small and reason is CloseReason.BYTES:
+                why = RefusalReason.FIRST_BUCKET
             if reason is CloseReason.DEPENDENCY and self._is_fenced_off(members[0]):
                 why = RefusalReason.BARRIER
             self.refusals.append(Refusal((members[0].start.name,), why))
             return
-        self.buckets.append(make_bucket(members, self.form, reason))
+        form = settle_form(self.contracted, members, self.form, self.options)
+        self.buckets.append(make_bucket(members, form, reason))
 
     def _is_fenced_off(self, single: Collective) -> bool:
         """No other candidate of the key stands between the same side effects."""
         fences = (single.segment, single.wait_segment)
         return [(c.segment, c.wait_segment) for c in self.candidates].count(fences) == 1
-
-
-def choose_form(options: Options, key: BucketKey) -> MergeForm:
-    """The form ``bucket_mode`` asks for, zero-copy where it leaves the choice; copying where the
-    backend needs it, whatever was asked for."""
-    copies = key.needs_copies or options.bucket_mode == MergeForm.COPY.value
-    return MergeForm.COPY if copies else MergeForm.COALESCED
-
-
-def merge_members(
-    contracted: AugmentedGraph[fx.Node], first: Collective, other: Collective, form: MergeForm
-) -> bool:
-    """Merges starts with starts and, in the copying form, waits with waits; all or nothing."""
-    mark = contracted.checkpoint()
-    merged = contracted.merge(first.start, other.start)
-    if merged and form is MergeForm.COPY:
-        merged = contracted.merge_all([*first.waits, *other.waits])
-    if not merged:
-        contracted.rollback(mark)
-    return merged
-
-
-def make_bucket(members: Sequence[Collective], form: MergeForm, reason: CloseReason) -> Bucket:
-    """A bucket of ``members``, put in graph order, with the documented payload order."""
-    members = sorted(members, key=lambda member: member.index)
-    if any(member.has_symbolic_size for member in members):
-        form = MergeForm.COALESCED  # the only form that writes no size into the graph
-    positions = [member.position for member in members]
-    return Bucket(
-        members=tuple(members),
-        payload_order=payload_order(members),
-        form=form,
-        close_reason=reason,
-        size_bytes=sum(member.size_bytes for member in members),
-        span=max(positions) - min(positions),
-    )
-
-
-def payload_order(members: Sequence[Collective]) -> tuple[int, ...]:
-    """Order of the parameters among the graph's inputs where known for all, else graph order."""
-    indices = [member.parameter_index for member in members]
-    places = range(len(members))
-    if any(index is None for index in indices):
-        return tuple(places)
-    return tuple(sorted(places, key=lambda place: (indices[place], place)))

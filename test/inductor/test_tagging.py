@@ -1,0 +1,445 @@
+"""Which collectives of a graph with descriptors are tagged, as what, and with which parameter.
+
+Graphs are written by hand: inputs ``w`` (a parameter, place 0), ``v`` (a parameter, place 1), ``b``
+(a buffer) and ``x`` (data), all of 8 x 8, on a group "dp" of 2 ranks.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+from torch._functorch._aot_autograd import descriptors as aot
+from torch.fx._graph_pickler import GraphPickler
+from torch.fx._graph_pickler import Options as PicklerOptions
+
+from torch_patches._inductor.fx_passes.comm_overlap import pipeline
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
+    collect,
+    collective_kind,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.graph.graph_inputs import DescriptorMismatch
+from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK, tag_of
+from torch_patches._inductor.fx_passes.comm_overlap.passes.tagging import (
+    is_tagged,
+    plan_tags,
+    tag_graph,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    CollectiveTag,
+    InputKind,
+    Options,
+    RecordedInput,
+    RefusalReason,
+    TagSource,
+    Traffic,
+)
+from torch_patches.testing.graph_builder import GraphBuilder
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+W, V = aot.ParamAOTInput("layer.w"), aot.ParamAOTInput("layer.v")
+B, X = aot.BufferAOTInput("scale"), aot.PlainAOTInput(0)
+PARAMETER = CollectiveTag(Traffic.PARAMETER, TagSource.DESCRIPTORS, "layer.w", 0)
+GRADIENT = CollectiveTag(Traffic.GRADIENT, TagSource.DESCRIPTORS, "layer.w", 0)
+OTHER = CollectiveTag(Traffic.OTHER, TagSource.DESCRIPTORS)
+
+
+class Sketch(GraphBuilder):
+    """A graph with descriptors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = self.input(W), self.input(V)
+        self.b, self.x = self.input(B), self.input(X)
+
+    def input(self, descriptor: object, *shape: int) -> fx.Node:
+        node = self.placeholder(*(shape or (8, 8)))
+        if descriptor is not None:
+            node.meta["desc"] = descriptor
+        return node
+
+    def gather(self, node: fx.Node) -> fx.Node:
+        """The wait of an all-gather."""
+        return self.wait(self.call(c10d.all_gather_into_tensor, node, 2, "dp"))
+
+    def scatter(self, node: fx.Node) -> fx.Node:
+        return self.wait(self.call(c10d.reduce_scatter_tensor, node, "avg", 2, "dp"))
+
+    def reduce(self, node: fx.Node) -> fx.Node:
+        return self.wait(self.call(c10d.all_reduce, node, "avg", "dp"))
+
+    def wait(self, node: fx.Node) -> fx.Node:
+        return self.call(c10d.wait_tensor, node)
+
+    def end(self, *outputs: tuple[fx.Node | None, object]) -> fx.GraphModule:
+        """Outputs with their descriptors."""
+        gm = self.output(*(node for node, _ in outputs))
+        (output,) = gm.graph.find_nodes(op="output")
+        output.meta["desc"] = [descriptor for _, descriptor in outputs]
+        return gm
+
+
+def gradient_of(descriptor: Any) -> aot.GradAOTOutput:
+    return aot.GradAOTOutput(descriptor)
+
+
+def tags_of(gm: fx.GraphModule, recorded: tuple[RecordedInput, ...] = ()) -> list[CollectiveTag]:
+    """Tags of the starts, in graph order."""
+    tags = plan_tags(gm.graph, recorded)
+    return [tags[node] for node in gm.graph.nodes if collective_kind(node) is not None]
+
+
+# -- gathers --------------------------------------------------------------------------------------
+
+
+def cast(s: Sketch) -> fx.Node:
+    return s.call(aten._to_copy, s.w, dtype=torch.bfloat16)
+
+
+def padded_and_sliced(s: Sketch) -> fx.Node:
+    padded = s.call(aten.constant_pad_nd, s.w, [0, 0, 0, 2])
+    return s.call(aten.slice.Tensor, padded, 0, 0, 10)
+
+
+def first_of_a_chain(s: Sketch) -> fx.Node:
+    return s.call(aten.view, s.gather(s.w), [8, 16])
+
+
+def quantised_data(s: Sketch) -> fx.Node:
+    scale = s.call(aten.div.Tensor, s.call(aten.amax, s.call(aten.abs, s.w), [1], True), 127.0)
+    return s.call(aten._to_copy, s.call(aten.div.Tensor, s.w, scale), dtype=torch.int8)
+
+
+def quantised_scale(s: Sketch) -> fx.Node:
+    return s.call(aten.amax, s.call(aten.abs, s.w), [1], True)
+
+
+def quantised_with_a_buffer(s: Sketch) -> fx.Node:
+    return s.call(aten._to_copy, s.call(aten.mul.Tensor, s.w, s.b), dtype=torch.int8)
+
+
+def padded_with_a_constant(s: Sketch) -> fx.Node:
+    zeros = s.call(aten.full, [2, 8], 0.0)
+    return s.call(aten.cat, [s.w, zeros])
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda s: s.w,
+        cast,
+        padded_and_sliced,
+        first_of_a_chain,
+        quantised_data,
+        quantised_scale,
+        quantised_with_a_buffer,
+        padded_with_a_constant,
+    ],
+)
+def test_gather_of_one_parameter_is_tagged(prepare: Callable[[Sketch], fx.Node]) -> None:
+    s = Sketch()
+    gm = s.end((s.gather(prepare(s)), aot.PlainAOTOutput(0)))
+    assert set(tags_of(gm)) == {PARAMETER}
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        lambda s: s.x,
+        lambda s: s.b,
+        lambda s: s.call(aten.mm, s.w, s.w),
+        lambda s: s.call(aten.mm, s.w, s.v),
+        lambda s: s.call(aten.add.Tensor, s.w, s.v),
+        lambda s: s.call(aten.mul.Tensor, s.w, s.x),
+        lambda s: s.call(aten.bernoulli, s.w),
+        lambda s: s.call(aten.full, [8, 8], 0.0),
+        lambda s: s.input(None),
+        lambda s: s.input(aot.TangentAOTInput(aot.PlainAOTOutput(0))),
+    ],
+    ids=["data", "buffer", "mm(w, w)", "mm(w, v)", "w + v", "w * x", "random", "constant",
+         "saved activation", "tangent"],
+)  # fmt: skip
+def test_other_gathers_are_not(payload: Callable[[Sketch], fx.Node]) -> None:
+    s = Sketch()
+    gm = s.end((s.gather(payload(s)), aot.PlainAOTOutput(0)))
+    assert tags_of(gm) == [OTHER]
+
+
+def test_reduction_of_a_parameter_is_no_gather() -> None:
+    """w -> amax -> all_reduce(max): the scale of a quantised shard."""
+    s = Sketch()
+    gm = s.end((s.reduce(s.call(aten.amax, s.w)), aot.PlainAOTOutput(0)))
+    assert tags_of(gm) == [OTHER]
+
+
+def test_parameter_gathered_twice_and_part_of_a_subclass() -> None:
+    """Two gathers of w; v is the local part of a DTensor, whose mesh is an input of its own."""
+    s = Sketch()
+    local = s.input(aot.SubclassGetAttrAOTInput(V, "_local_tensor"))
+    mesh = s.opaque_placeholder("mesh")
+    mesh.meta["desc"] = aot.SubclassGetAttrAOTInput(V, "device_mesh")
+    outputs = [(s.gather(node), aot.PlainAOTOutput(i)) for i, node in enumerate((s.w, s.w, local))]
+    tags = tags_of(s.end(*outputs))
+    assert [(t.parameter, t.index) for t in tags] == [
+        ("layer.w", 0),
+        ("layer.w", 0),
+        ("layer.v", 1),
+    ]
+
+
+def test_chain_behind_the_wait_is_tagged_alike() -> None:
+    """w -> all_gather -> wait -> cast -> view -> mm: up to the mm."""
+    s = Sketch()
+    wait = s.gather(s.w)
+    view = s.call(aten.view, s.call(aten._to_copy, wait, dtype=torch.float64), [8, 16])
+    gm = s.end((s.call(aten.mm, s.x, view), aot.PlainAOTOutput(0)))
+    tag_graph(gm.graph)
+    tagged = [node.target for node in gm.graph.nodes if tag_of(node) == PARAMETER]
+    assert tagged == [
+        c10d.all_gather_into_tensor.default,
+        c10d.wait_tensor.default,
+        aten._to_copy.default,
+        aten.view.default,
+    ]
+
+
+# -- reductions -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "finish",
+    [
+        lambda s, wait: wait,
+        lambda s, wait: s.call(aten._to_copy, wait, dtype=torch.float64),
+        lambda s, wait: s.call(aten.slice.Tensor, wait, 0, 0, 3),
+        lambda s, wait: s.call(aten.div.Tensor, wait, 2),
+        lambda s, wait: s.call(aten.add.Tensor, s.input(X, 4, 8), wait),
+        lambda s, wait: s.reduce(wait),
+    ],
+    ids=["as it is", "cast", "unpadded", "divided", "accumulated", "HSDP"],
+)
+def test_reduction_that_ends_in_a_gradient_is_tagged(
+    finish: Callable[[Sketch, fx.Node], fx.Node],
+) -> None:
+    s = Sketch()
+    gm = s.end((finish(s, s.scatter(s.x)), gradient_of(W)))
+    assert set(tags_of(gm)) == {GRADIENT}
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        lambda s, wait: [(wait, aot.PlainAOTOutput(0))],
+        lambda s, wait: [(wait, gradient_of(X))],
+        lambda s, wait: [(wait, gradient_of(B))],
+        lambda s, wait: [(wait, gradient_of(W)), (wait, aot.PlainAOTOutput(0))],
+        lambda s, wait: [(wait, gradient_of(W)), (s.call(aten.sum, wait), aot.PlainAOTOutput(0))],
+        lambda s, wait: [(s.call(aten.relu, wait), gradient_of(W))],
+    ],
+    ids=["model output", "data's gradient", "buffer's gradient", "also an output", "also its norm",
+         "computed with"],
+)  # fmt: skip
+def test_other_reductions_are_not(outputs: Callable[[Sketch, fx.Node], Any]) -> None:
+    s = Sketch()
+    gm = s.end(*outputs(s, s.scatter(s.x)))
+    assert tags_of(gm) == [OTHER]
+
+
+def test_ddp_all_reduce_and_tied_gradients() -> None:
+    """all_reduce(g1) + all_reduce(g2) -> the gradient of w."""
+    s = Sketch()
+    total = s.call(aten.add.Tensor, s.reduce(s.x), s.reduce(s.x))
+    assert tags_of(s.end((total, gradient_of(W)))) == [GRADIENT, GRADIENT]
+
+
+def test_gradient_of_a_part_of_a_subclass() -> None:
+    s = Sketch()
+    descriptor = aot.SubclassGetAttrAOTOutput(gradient_of(W), "_local_tensor")
+    assert tags_of(s.end((s.scatter(s.x), descriptor))) == [GRADIENT]
+
+
+# -- pairing outputs with descriptors -------------------------------------------------------------
+
+
+def nested(gm: fx.GraphModule, descriptors: list[object]) -> fx.GraphModule:
+    """The outputs (loss, (gradient, None)) instead of the flat ones."""
+    (output,) = gm.graph.find_nodes(op="output")
+    loss, gradient = output.args[0]
+    output.args = ((loss, (gradient, None)),)
+    output.meta["desc"] = descriptors
+    return gm
+
+
+def test_nested_outputs_are_paired_with_flat_descriptors() -> None:
+    s = Sketch()
+    gm = s.end((s.x, None), (s.scatter(s.x), None))
+    nested(gm, [aot.PlainAOTOutput(0), gradient_of(W), gradient_of(V)])
+    assert tags_of(gm) == [GRADIENT]
+
+
+def test_descriptors_of_another_number_raise_and_tag_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    s = Sketch()
+    gm = nested(s.end((s.x, None), (s.scatter(s.x), None)), [aot.PlainAOTOutput(0), None])
+    with pytest.raises(DescriptorMismatch, match="3 outputs and 2 output descriptors"):
+        tag_graph(gm.graph)
+    monkeypatch.delenv(pipeline.STRICT_VARIABLE)
+    pipeline._warn_untagged.cache_clear()
+    pipeline.run_joint(gm.graph, Options("topo_span"))
+    pipeline.run_joint(gm.graph, Options("topo_span"))
+    assert not is_tagged(gm.graph)
+    assert caplog.text.count("cannot be paired") == 1
+
+
+# -- who tells ------------------------------------------------------------------------------------
+
+
+def plain_graph() -> fx.GraphModule:
+    """What torch.compile gives: inputs by index only; 1 is gathered, 0 is data and gathered too."""
+    b = Sketch()
+    data, weight = b.input(aot.PlainAOTInput(0)), b.input(aot.PlainAOTInput(1))
+    for unused in (b.w, b.v, b.b, b.x):
+        unused.meta["desc"] = aot.PlainAOTInput(5)
+    return b.end(
+        (b.gather(data), aot.PlainAOTOutput(0)),
+        (b.gather(weight), aot.PlainAOTOutput(1)),
+        (b.scatter(data), gradient_of(aot.PlainAOTInput(1))),
+    )
+
+
+def test_records_of_dynamo_tell_data_from_parameters() -> None:
+    recorded = (
+        RecordedInput(InputKind.OTHER),
+        RecordedInput(InputKind.PARAMETER, "layer.w", 7),
+    )
+    tags = tags_of(plain_graph(), recorded)
+    assert tags == [
+        CollectiveTag(Traffic.OTHER, TagSource.DYNAMO),
+        CollectiveTag(Traffic.PARAMETER, TagSource.DYNAMO, "layer.w", 7),
+        CollectiveTag(Traffic.GRADIENT, TagSource.DYNAMO, "layer.w", 7),
+    ]
+
+
+def test_without_records_structure_tells() -> None:
+    tags = tags_of(plain_graph())
+    assert tags == [
+        CollectiveTag(Traffic.PARAMETER, TagSource.STRUCTURE, None, 0),
+        CollectiveTag(Traffic.PARAMETER, TagSource.STRUCTURE, None, 1),
+        CollectiveTag(Traffic.GRADIENT, TagSource.STRUCTURE, None, 1),
+    ]
+
+
+def test_records_without_any_parameter_tell_nothing() -> None:
+    """A training step over plain tensors: Dynamo knows of no parameter."""
+    recorded = (RecordedInput(InputKind.OTHER), RecordedInput(InputKind.BUFFER, "b"))
+    assert tags_of(plain_graph(), recorded) == tags_of(plain_graph())
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_gradient_returned_as_an_ordinary_output(in_backward: bool) -> None:
+    """A step that calls autograd inside returns gradients, and activations, like anything else."""
+    s = Sketch()
+    wait = s.scatter(s.x)
+    if in_backward:
+        wait.meta["autograd_backward"] = True
+    gm = s.end((wait, aot.PlainAOTOutput(0)))
+    gradient = CollectiveTag(Traffic.GRADIENT, TagSource.STRUCTURE, None, 0)
+    assert tags_of(gm) == [gradient if in_backward else OTHER]
+
+
+def test_reduction_to_an_output_of_a_function_of_plain_tensors() -> None:
+    s = Sketch()
+    for node in (s.w, s.v, s.b, s.x):
+        node.meta["desc"] = aot.PlainAOTInput(3)
+    gm = s.end((s.scatter(s.x), aot.PlainAOTOutput(0)))
+    assert [tag.traffic for tag in tags_of(gm)] == [Traffic.GRADIENT]
+
+
+def test_without_records_no_arithmetic_is_taken_for_a_quantisation() -> None:
+    s = Sketch()
+    for node in (s.w, s.v, s.b, s.x):
+        node.meta["desc"] = aot.PlainAOTInput(3)
+    gm = s.end((s.gather(s.call(aten.relu, s.w)), aot.PlainAOTOutput(0)))
+    assert [tag.traffic for tag in tags_of(gm)] == [Traffic.OTHER]
+
+
+def test_graph_without_descriptors_has_no_tags() -> None:
+    b = GraphBuilder()
+    gm = b.output(b.gather_and_wait(b.placeholder(4, 8), 2, "dp"))
+    assert plan_tags(gm.graph) == {}
+    assert [c.traffic for c in collect(gm.graph).collectives] == [Traffic.PARAMETER]
+
+
+# -- what tags are used for -----------------------------------------------------------------------
+
+
+def three_gathers() -> fx.GraphModule:
+    """Gathers of w and v, and of what looks like a parameter and is a saved activation."""
+    s = Sketch()
+    saved = s.input(None)
+    return s.end(*((s.gather(n), aot.PlainAOTOutput(0)) for n in (s.v, saved, s.w)))
+
+
+def test_saved_activation_is_left_alone_and_payload_follows_registration() -> None:
+    gm = three_gathers()
+    report = pipeline.optimize_graph(gm, Options("topo_span", bucket_mode="coalesced"))
+    (bucket,) = report.buckets
+    assert len(bucket.members) == 2
+    assert [r.reason for r in report.refusals] == [RefusalReason.NOT_PARAMETER_TRAFFIC]
+    assert report.told_by == {"descriptors": 3}
+    (merged,) = gm.graph.find_nodes(
+        op="call_function", target=c10d.all_gather_into_tensor_coalesced.default
+    )
+    assert [node.meta["desc"] for node in merged.args[0]] == [W, V]
+    assert tag_of(merged) == CollectiveTag(Traffic.PARAMETER, TagSource.DESCRIPTORS)
+
+
+def test_without_tags_structure_takes_it_for_a_parameter() -> None:
+    gm = three_gathers()
+    for node in gm.graph.nodes:
+        node.meta.pop("desc", None)
+    report = pipeline.optimize_graph(gm, Options("topo_span"))
+    assert [len(bucket.members) for bucket in report.buckets] == [3]
+    assert report.told_by == {"structure": 3}
+
+
+def test_collective_that_appeared_after_the_tags_is_left_alone() -> None:
+    gm = three_gathers()
+    tag_graph(gm.graph)
+    late = gm.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default)[0]
+    del late.meta[TAG_MARK]
+    report = pipeline.optimize_graph(gm, Options("topo_span"))
+    assert report.buckets == ()
+    reasons = {refusal.members: refusal.reason for refusal in report.refusals}
+    assert reasons[(late.name,)] is RefusalReason.NOT_TAGGED
+
+
+def pickled(gm: fx.GraphModule, fake_mode: Any) -> fx.GraphModule:
+    """There and back, with collectives allowed, as AOTAutograd's cache has it."""
+    return GraphPickler.loads(GraphPickler.dumps(gm, PicklerOptions(ops_filter=None)), fake_mode)
+
+
+def test_tags_survive_copies() -> None:
+    gm = three_gathers()
+    tag_graph(gm.graph)
+    expected = [tag_of(node) for node in gm.graph.nodes]
+    assert PARAMETER in expected
+    fake_mode = next(iter(gm.graph.nodes)).meta["val"].fake_mode
+    for copied in (copy.deepcopy(gm), pickled(gm, fake_mode)):
+        assert [tag_of(node) for node in copied.graph.nodes] == expected
+
+
+def test_names_of_nodes_do_not_matter_and_twice_is_once() -> None:
+    gm, renamed = three_gathers(), three_gathers()
+    for number, node in enumerate(renamed.graph.nodes):
+        node._rename(f"n{number}")
+    assert tags_of(gm) == tags_of(renamed)
+    tag_graph(gm.graph)
+    before = [tag_of(node) for node in gm.graph.nodes]
+    tag_graph(gm.graph)
+    assert [tag_of(node) for node in gm.graph.nodes] == before

@@ -1,0 +1,174 @@
+"""What the inputs and outputs of an AOTAutograd graph are, from their descriptors.
+
+``meta["desc"]`` of a placeholder says which input of the model it is (or which part of a tensor
+subclass), the output node's says which input each output is the gradient of.  Under AOT export they
+carry parameter names; under ``torch.compile`` only an index, which records of Dynamo's inputs
+resolve.  A graph without descriptors gives no facts.
+
+Two kinds of training step have no names to give, so structure decides for them: functions of plain
+tensors (Dynamo then records no parameter at all), and graphs that compute gradients inside and
+return them as ordinary outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.fx as fx
+from torch._functorch._aot_autograd import descriptors as aot
+
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    InputKind,
+    RecordedInput,
+    TagSource,
+)
+
+
+class DescriptorMismatch(ValueError):
+    """Outputs and descriptors cannot be paired."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What one graph input is, or which input an output is the gradient of.
+
+    Args:
+        kind: of the input.
+        source: who tells.
+        name: parameters: fully qualified name, where known.
+        index: parameters: place in the order of registration, or among the inputs.
+    """
+
+    kind: InputKind
+    source: TagSource
+    name: str | None = None
+    index: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """Facts by node.
+
+    Args:
+        inputs: placeholder -> what it is.
+        gradients: output place -> the input it is the gradient of; other outputs are not in it.
+        outputs: every value that leaves the graph, flattened, in order.
+        source: the surest source that names a parameter or input.
+    """
+
+    inputs: dict[fx.Node, Fact]
+    gradients: dict[int, Fact]
+    outputs: tuple[object, ...]
+    source: TagSource
+
+
+def read_facts(graph: fx.Graph, recorded: Sequence[RecordedInput] = ()) -> Facts | None:
+    """None where no placeholder has a descriptor.
+
+    Raises:
+        DescriptorMismatch: the outputs and their descriptors differ in number.
+    """
+    placeholders = graph.find_nodes(op="placeholder")
+    described = {n: d for n in placeholders if isinstance(d := n.meta.get("desc"), aot.AOTInput)}
+    if not described:
+        return None
+    if not any(record.kind is InputKind.PARAMETER for record in recorded):
+        recorded = ()
+    reader = _Reader(recorded, described.values())
+    # Beside described inputs, one without a descriptor is what the forward saved.
+    saved = Fact(InputKind.OTHER, reader.source)
+    inputs = {n: reader.fact(described[n]) if n in described else saved for n in placeholders}
+    outputs, output_descriptors = _paired_outputs(graph)
+    gradients = {
+        place: reader.fact(base.grad_of)
+        for place, base in enumerate(map(_base, output_descriptors))
+        if isinstance(base, aot.GradAOTOutput)
+    }
+    if not gradients:
+        gradients = _unnamed_gradients(outputs, reader.source)
+    return Facts(inputs, gradients, outputs, reader.source)
+
+
+def _unnamed_gradients(outputs: Sequence[object], source: TagSource) -> dict[int, Fact]:
+    """Outputs that may be gradients where no descriptor says so: those computed by autograd inside
+    of the graph, and any output of a function of plain tensors."""
+    return {
+        place: Fact(InputKind.UNKNOWN, TagSource.STRUCTURE, None, place)
+        for place, value in enumerate(outputs)
+        if isinstance(value, fx.Node)
+        and (source is TagSource.STRUCTURE or value.meta.get("autograd_backward"))
+    }
+
+
+def _base(descriptor: Any) -> Any:
+    """The descriptor of the whole tensor, if this is one of a part of it."""
+    while isinstance(descriptor, (aot.SubclassGetAttrAOTInput, aot.SubclassGetAttrAOTOutput)):
+        descriptor = descriptor.base
+    return descriptor
+
+
+class _Reader:
+    """Turns input descriptors into facts."""
+
+    def __init__(self, recorded: Sequence[RecordedInput], given: Any) -> None:
+        self._recorded = recorded
+        self._places: dict[str, int] = {}
+        bases = [_base(descriptor) for descriptor in given]
+        for base in bases:
+            if isinstance(base, aot.ParamAOTInput):
+                self._places.setdefault(base.target, len(self._places))
+        named = any(isinstance(b, (aot.ParamAOTInput, aot.BufferAOTInput)) for b in bases)
+        if named:
+            self.source = TagSource.DESCRIPTORS
+        else:
+            self.source = TagSource.DYNAMO if recorded else TagSource.STRUCTURE
+
+    def fact(self, descriptor: Any) -> Fact:
+        base = _base(descriptor)
+        if isinstance(base, (aot.ViewBaseAOTInput, aot.SyntheticBaseAOTInput)):
+            # One tensor stands for several inputs that are views of it; one of them is named.
+            base = _base(base.base_of)
+        if isinstance(base, aot.ParamAOTInput):
+            place = self._places.setdefault(base.target, len(self._places))
+            return Fact(InputKind.PARAMETER, TagSource.DESCRIPTORS, base.target, place)
+        if isinstance(base, aot.BufferAOTInput):
+            return Fact(InputKind.BUFFER, TagSource.DESCRIPTORS, base.target)
+        if not isinstance(base, aot.PlainAOTInput):
+            return Fact(InputKind.OTHER, self.source)
+        if base.idx < len(self._recorded):
+            record = self._recorded[base.idx]
+            return Fact(record.kind, TagSource.DYNAMO, record.name or None, record.index)
+        if self.source is TagSource.DESCRIPTORS:
+            # An export that names parameters has named all of them.
+            return Fact(InputKind.OTHER, self.source)
+        return Fact(InputKind.UNKNOWN, TagSource.STRUCTURE, None, base.idx)
+
+
+def _paired_outputs(graph: fx.Graph) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    """Outputs and their descriptors, both flattened: tracing may nest one and not the other."""
+    outputs: list[object] = []
+    described: list[object] = []
+    for node in graph.find_nodes(op="output"):
+        _flatten(node.args, outputs)
+        if "desc" in node.meta:
+            _flatten(node.meta["desc"], described)
+    if described and len(described) != len(outputs):
+        raise DescriptorMismatch(
+            f"the graph has {len(outputs)} outputs and {len(described)} output descriptors; "
+            f"they cannot be paired"
+        )
+    return tuple(outputs), tuple(described)
+
+
+def _flatten(value: object, leaves: list[object]) -> None:
+    """Leaves of nested lists, tuples and dicts, None included."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _flatten(item, leaves)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _flatten(item, leaves)
+    else:
+        leaves.append(value)

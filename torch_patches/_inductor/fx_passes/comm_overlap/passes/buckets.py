@@ -1,0 +1,93 @@
+"""What every strategy needs to make a bucket: its form, its merge, its payload order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.fx as fx
+
+from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
+from torch_patches._inductor.fx_passes.comm_overlap.graph.links import common_scaling
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    Bucket,
+    BucketKey,
+    CloseReason,
+    Collective,
+    CollectiveKind,
+    MergeForm,
+    Options,
+)
+
+
+def merge_key(collective: Collective) -> tuple[BucketKey | None, bool]:
+    """What members must agree in: the key and the phase, forward or backward."""
+    return collective.key, collective.backward
+
+
+def choose_form(options: Options, key: BucketKey) -> MergeForm:
+    """The form ``bucket_mode`` asks for, zero-copy where it leaves the choice; copying where the
+    backend needs it, whatever was asked for."""
+    copies = key.needs_copies or options.bucket_mode == MergeForm.COPY.value
+    return MergeForm.COPY if copies else MergeForm.COALESCED
+
+
+def merge_members(
+    contracted: AugmentedGraph[fx.Node], first: Collective, other: Collective, form: MergeForm
+) -> bool:
+    """Merges starts with starts and, in the copying form, waits with waits; all or nothing."""
+    mark = contracted.checkpoint()
+    merged = contracted.merge(first.start, other.start)
+    if merged and form is MergeForm.COPY:
+        merged = contracted.merge_all([*first.waits, *other.waits])
+    if not merged:
+        contracted.rollback(mark)
+    return merged
+
+
+def settle_form(
+    contracted: AugmentedGraph[fx.Node],
+    members: Sequence[Collective],
+    form: MergeForm,
+    options: Options,
+) -> MergeForm:
+    """The form of a bucket whose starts are merged, now that its members are known.
+
+    All-reduces that are all scaled by one number take the copying form where the choice is left:
+    the copies cost one pass over the bucket, and its members' scalings, one kernel each, become
+    one.  Their waits are merged for it; where that closes a cycle, the form stays.
+    """
+    free = form is MergeForm.COALESCED and options.bucket_mode is None
+    if not free or members[0].kind is not CollectiveKind.ALL_REDUCE or len(members) < 2:
+        return form
+    if not common_scaling(members):
+        return form
+    mark = contracted.checkpoint()
+    if contracted.merge_all([wait for member in members for wait in member.waits]):
+        return MergeForm.COPY
+    contracted.rollback(mark)
+    return form
+
+
+def make_bucket(members: Sequence[Collective], form: MergeForm, reason: CloseReason) -> Bucket:
+    """A bucket of ``members``, put in graph order, with the documented payload order."""
+    members = sorted(members, key=lambda member: member.index)
+    if any(member.has_symbolic_size for member in members):
+        form = MergeForm.COALESCED  # the only form that writes no size into the graph
+    positions = [member.position for member in members]
+    return Bucket(
+        members=tuple(members),
+        payload_order=payload_order(members),
+        form=form,
+        close_reason=reason,
+        size_bytes=sum(member.size_bytes for member in members),
+        span=max(positions) - min(positions),
+    )
+
+
+def payload_order(members: Sequence[Collective]) -> tuple[int, ...]:
+    """Order of the parameters among the graph's inputs where known for all, else graph order."""
+    indices = [member.parameter_index for member in members]
+    places = range(len(members))
+    if any(index is None for index in indices):
+        return tuple(places)
+    return tuple(sorted(places, key=lambda place: (indices[place], place)))

@@ -1,0 +1,260 @@
+"""Tags on the joint graph: which collectives carry parameters, which gradients.
+
+    parameter input -> cast/view/pad/quantise ... -> all-gather -> wait -> cast/view ...
+    reduce-scatter or all-reduce -> wait -> cast/view/scale/add ... -> gradient of a parameter
+
+Only the joint graph shows all of it: in the backward graph a saved activation that is gathered looks
+like a parameter.  Every collective gets a tag; ``Traffic.OTHER`` says that it was looked at and
+carries neither.  Tags are metadata of a collective's start, its waits and what only passes their
+result on, so partition, recomputation and copies keep them.  A forward or backward graph whose
+placeholders kept their descriptors can be tagged too.
+
+Tags depend on descriptors, records and structure; never on the names of nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.fx as fx
+
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
+    collective_kind,
+    waits_by_start,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.graph.graph_inputs import (
+    Fact,
+    Facts,
+    read_facts,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    COLLECTIVE_NAMESPACES,
+    op_name,
+    op_namespace,
+    tensors_of,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK, tag_of
+from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import (
+    finishes_gradient,
+    passes_through,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    CollectiveKind,
+    CollectiveTag,
+    InputKind,
+    RecordedInput,
+    Traffic,
+)
+
+#: Reductions that compute the scale of a quantised parameter.
+_SCALE_OPS = frozenset({"amax", "amin", "aminmax", "max", "min", "norm", "linalg_vector_norm"})
+_CREATION_OPS = frozenset({"full", "zeros", "ones", "empty", "scalar_tensor", "arange"})
+
+
+def tag_graph(graph: fx.Graph, recorded: Sequence[RecordedInput] = ()) -> int:
+    """Writes the tags of :func:`plan_tags` into the graph's metadata.
+
+    Returns:
+        How many collectives carry a parameter or a gradient.
+
+    Raises:
+        DescriptorMismatch: see :func:`plan_tags`; nothing is written then.
+    """
+    tags = plan_tags(graph, recorded)
+    for node, tag in tags.items():
+        node.meta[TAG_MARK] = tag
+    starts = [n for n in tags if collective_kind(n) is not None]
+    return sum(tags[n].traffic is not Traffic.OTHER for n in starts)
+
+
+def is_tagged(graph: fx.Graph) -> bool:
+    """Whether any collective of the graph has a tag."""
+    return any(tag_of(n) is not None for n in graph.nodes if collective_kind(n) is not None)
+
+
+def plan_tags(
+    graph: fx.Graph, recorded: Sequence[RecordedInput] = ()
+) -> dict[fx.Node, CollectiveTag]:
+    """Tags of all collectives and their chains; empty where no input has a descriptor.
+
+    Args:
+        graph: a joint graph, or a forward, backward or inference graph with descriptors.
+        recorded: what Dynamo knew of the inputs, by the index that descriptors use.
+
+    Linear in nodes and edges.
+
+    Raises:
+        DescriptorMismatch: outputs and their descriptors differ in number.
+    """
+    starts = {n: kind for n in graph.nodes if (kind := collective_kind(n)) is not None}
+    facts = read_facts(graph, recorded) if starts else None
+    if facts is None:
+        return {}
+    origins = _find_origins(graph, facts)
+    gradients = _find_gradients(graph, facts)
+    waits_of = waits_by_start(graph)
+    tags: dict[fx.Node, CollectiveTag] = {}
+    for start, kind in starts.items():
+        waits = waits_of.get(start, [])
+        if kind is CollectiveKind.ALL_GATHER:
+            fact = _gathered(start, facts, origins)
+            traffic = Traffic.PARAMETER
+            chain = _same_origin(start, origins) if fact is not None else []
+        else:
+            fact = _reduced(kind, waits, gradients)
+            traffic = Traffic.GRADIENT
+            chain = _finishing(start, gradients) if fact is not None else []
+        if fact is None:
+            tag = CollectiveTag(Traffic.OTHER, facts.source)
+        else:
+            tag = CollectiveTag(traffic, fact.source, fact.name, fact.index)
+        tags.update(dict.fromkeys((start, *waits, *chain), tag))
+    return tags
+
+
+# -- parameters -----------------------------------------------------------------------------------
+
+
+class _Neutral:
+    """Origin of what mixes with a parameter without making it data: buffers, constants."""
+
+
+_NEUTRAL = _Neutral()
+_Origin = fx.Node | _Neutral | None
+
+
+def _find_origins(graph: fx.Graph, facts: Facts) -> dict[fx.Node, _Origin]:
+    """The one parameter (its placeholder) that a node is computed from, if it is only prepared on
+    the way: cast, viewed, padded, quantised, gathered.  None for everything else."""
+    origins: dict[fx.Node, _Origin] = {}
+    for node in graph.nodes:
+        origins[node] = _origin(node, facts, origins)
+    return origins
+
+
+def _origin(node: fx.Node, facts: Facts, origins: Mapping[fx.Node, _Origin]) -> _Origin:
+    if node.op == "placeholder":
+        kind = facts.inputs[node].kind
+        if kind in (InputKind.PARAMETER, InputKind.UNKNOWN):
+            return node
+        return _NEUTRAL if kind is InputKind.BUFFER else None
+    if node.op != "call_function":
+        return None
+    inputs = [n for n in node.all_input_nodes if _is_tensor(n)]
+    if not inputs:
+        return _NEUTRAL if _is_aten(node) and op_name(node.target) in _CREATION_OPS else None
+    found = {id(o): o for o in (origins[n] for n in inputs) if not isinstance(o, _Neutral)}
+    if len(found) != 1:
+        return _NEUTRAL if not found and _prepares(node, inputs) else None
+    origin = next(iter(found.values()))
+    if not isinstance(origin, fx.Node):
+        return None
+    known = facts.inputs[origin].kind is InputKind.PARAMETER
+    allowed = passes_through(node) or (known and _prepares(node, inputs))
+    return origin if allowed else None
+
+
+def _prepares(node: fx.Node, inputs: Sequence[fx.Node]) -> bool:
+    """Element by element, a reduction to a scale, or a quantisation: no matrix product."""
+    if passes_through(node):
+        return True
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    if _is_aten(node):
+        return torch.Tag.pointwise in target.tags or op_name(target) in _SCALE_OPS
+    # Somebody's quantisation: a function of this one tensor.
+    return op_namespace(target) not in COLLECTIVE_NAMESPACES and len(inputs) == 1
+
+
+def _is_aten(node: fx.Node) -> bool:
+    return op_namespace(node.target) in ("aten", "prims")
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return next(tensors_of(node.meta.get("val")), None) is not None
+
+
+def _gathered(start: fx.Node, facts: Facts, origins: Mapping[fx.Node, _Origin]) -> Fact | None:
+    """The parameter that a gather gathers, or None."""
+    origin = origins[start]
+    return facts.inputs[origin] if isinstance(origin, fx.Node) else None
+
+
+def _same_origin(start: fx.Node, origins: Mapping[fx.Node, _Origin]) -> list[fx.Node]:
+    """What follows a gather and still is nothing but its parameter."""
+    chain: dict[fx.Node, None] = {}
+    pending = [start]
+    while pending:
+        for user in pending.pop().users:
+            if user not in chain and origins.get(user) is origins[start]:
+                chain[user] = None
+                pending.append(user)
+    return list(chain)
+
+
+# -- gradients ------------------------------------------------------------------------------------
+
+
+def _find_gradients(graph: fx.Graph, facts: Facts) -> dict[fx.Node, Fact | None]:
+    """The parameter for whose gradient alone a node is computed; None if it has another use."""
+    places = _output_places(facts.outputs)
+    gradients: dict[fx.Node, Fact | None] = {}
+    for node in reversed(graph.nodes):
+        gradients[node] = _gradient(node, places.get(node, ()), facts, gradients)
+    return gradients
+
+
+def _output_places(outputs: Iterable[object]) -> dict[fx.Node, list[int]]:
+    places: dict[fx.Node, list[int]] = {}
+    for place, value in enumerate(outputs):
+        if isinstance(value, fx.Node):
+            places.setdefault(value, []).append(place)
+    return places
+
+
+def _gradient(
+    node: fx.Node,
+    places: Sequence[int],
+    facts: Facts,
+    gradients: Mapping[fx.Node, Fact | None],
+) -> Fact | None:
+    found: Fact | None = None
+    for place in places:
+        fact = facts.gradients.get(place)
+        if fact is None or fact.kind not in (InputKind.PARAMETER, InputKind.UNKNOWN):
+            return None
+        found = found or fact
+    for user in node.users:
+        if user.op == "output":
+            continue
+        fact = gradients[user] if finishes_gradient(user) else None
+        if fact is None:
+            return None
+        found = found or fact
+    return found
+
+
+def _reduced(
+    kind: CollectiveKind, waits: Sequence[fx.Node], gradients: Mapping[fx.Node, Fact | None]
+) -> Fact | None:
+    """The parameter whose gradient a reduction reduces, or None."""
+    if kind not in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE) or not waits:
+        return None
+    facts = [gradients[wait] for wait in waits]
+    return None if any(fact is None for fact in facts) else facts[0]
+
+
+def _finishing(start: fx.Node, gradients: Mapping[fx.Node, Fact | None]) -> list[fx.Node]:
+    """What lies between a reduction and the gradients that leave the graph."""
+    chain: dict[fx.Node, None] = {}
+    pending = [start]
+    while pending:
+        for user in pending.pop().users:
+            if user.op != "output" and user not in chain and gradients[user] is not None:
+                chain[user] = None
+                pending.append(user)
+    return list(chain)
