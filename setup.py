@@ -24,6 +24,12 @@ setup(
     packages=find_packages(include=["torch_patches", "torch_patches.*"]),
     package_data={"torch_patches": ["py.typed"]},
     install_requires=["torch>=2.11"],
+    entry_points={
+        # torch.compile(backend="aot_eager_comm_overlap") finds it without an import of ours.
+        "torch_dynamo_backends": [
+            "aot_eager_comm_overlap = torch_patches.backend:aot_eager_comm_overlap",
+        ],
+    },
     extras_require={
         "test": [
             "expecttest>=0.3,<1",

@@ -1,0 +1,101 @@
+"""The pipeline's two phases as plain functions, for people who compose their own backend.
+
+Tagging needs the joint graph, which only a partition function sees; bucketing wants the graphs that
+come out of it::
+
+    import functorch.compile
+    from torch._dynamo.backends.common import aot_autograd
+    from torch_patches.compat_api import bucket_collectives, tag_collectives_for_bucketing
+
+    def compile_graph(gm, inputs):
+        bucket_collectives(gm, bucket_cap_mb=50.0)
+        return functorch.compile.make_boxed_func(gm.forward)
+
+    def backend(model, inputs):
+        def partition(joint, joint_inputs, **kwargs):
+            tag_collectives_for_bucketing(joint, model)
+            return functorch.compile.default_partition(joint, joint_inputs, **kwargs)
+
+        return aot_autograd(fw_compiler=compile_graph, partition_fn=partition)(model, inputs)
+
+    model = torch.compile(model, backend=backend)
+
+Each works alone: without tags, descriptors of the inputs and then the structure of the graph tell
+which collectives carry parameters and gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.fx as fx
+
+from torch_patches import config
+from torch_patches._inductor.fx_passes.comm_overlap import pipeline
+from torch_patches._inductor.fx_passes.comm_overlap.graph.dynamo_inputs import record_inputs
+from torch_patches._inductor.fx_passes.comm_overlap.passes.tagging import tag_graph
+from torch_patches._inductor.fx_passes.comm_overlap.report import Report
+
+__all__ = ["bucket_collectives", "tag_collectives_for_bucketing"]
+
+
+def tag_collectives_for_bucketing(
+    joint_graph: fx.Graph | fx.GraphModule, model: fx.GraphModule | None = None
+) -> None:
+    """Marks every collective of a joint graph as parameter, gradient or other traffic.
+
+    The marks are metadata, which partition, recomputation and copies keep; no node changes.
+
+    Args:
+        joint_graph: what a partition function gets, or an inference graph.  Without
+            ``meta["desc"]`` on its inputs nothing is marked, and structure decides later.
+        model: under ``torch.compile`` what Dynamo called the backend with, which has not returned
+            yet; it knows parameters, buffers and their names.  AOT export and AutoParallel put them
+            into the descriptors.  With neither, a gathered input counts as a parameter.
+
+    Raises:
+        ValueError: the graph's outputs and their descriptors differ in number, so they cannot be
+            paired; nothing is marked.
+        TypeError: not a graph.
+
+    Example:
+        See the module.
+    """
+    if isinstance(joint_graph, fx.GraphModule):
+        joint_graph = joint_graph.graph
+    if not isinstance(joint_graph, fx.Graph):
+        raise TypeError(
+            f"tag_collectives_for_bucketing() takes an fx.Graph or fx.GraphModule, "
+            f"not {type(joint_graph).__name__}"
+        )
+    tag_graph(joint_graph, record_inputs(model))
+
+
+def bucket_collectives(
+    gm: fx.GraphModule, bucket_cap_mb: float | list[float] | Callable[[int], float] = 25.0
+) -> Report:
+    """Merges parameter and gradient collectives of one graph, in place, and recompiles it.
+
+    Tags decide where there are any.  The flags ``aten_distributed_optimizations.max_topo_span``,
+    ``primary_fsdp_group_only`` and ``bucket_mode`` hold here too.
+
+    Args:
+        gm: a forward, backward or inference graph with fake values in ``meta["val"]``.
+        bucket_cap_mb: MB (2**20 bytes) a bucket may hold; a list is by bucket index, the last value
+            repeating; a function maps the bucket index to MB.
+
+    Returns:
+        What was done; ``report.failure`` says why, where the graph was left as it was.
+
+    Raises:
+        FlagError: the cap or a flag has a wrong type or value.
+        TypeError: not a GraphModule.
+
+    Example:
+        See the module.
+    """
+    if not isinstance(gm, fx.GraphModule):
+        raise TypeError(f"bucket_collectives() takes an fx.GraphModule, not {type(gm).__name__}")
+    arguments = {"bucketing_mode": "topo_span", "bucket_cap_mb": bucket_cap_mb}
+    options = config.options_from_arguments(arguments, "bucket_collectives")
+    return pipeline.optimize_graph(gm, options)
