@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
 from torch_patches.testing.backends import as_on_gpu
 from torch_patches.testing.invariants import CaseError, InvariantError
 from torch_patches.testing.minimise import check_invariants
-from torch_patches.testing.strategies import Case, build_case, random_options, random_recipe
+from torch_patches.testing.strategies import TAGS, Case, build_case, random_options, random_recipe
 
 _PROGRESS_SECONDS = 5
 
@@ -45,10 +46,10 @@ class _Tally:
         )
 
 
-def _run_example(seed: int, number: int, tally: _Tally, out: Path) -> None:
+def _run_example(seed: int, number: int, tags: Sequence[str], tally: _Tally, out: Path) -> None:
     """Each example has its own generator, so that one can be run again alone."""
     r = random.Random(f"{seed}/{number}")
-    case, options = build_case(random_recipe(r)), random_options(r)
+    case, options = build_case(random_recipe(r, tags=tags)), random_options(r)
     tally.examples += 1
     try:
         outcome = check_invariants(case.gm, case.description, options, trusted=True, shrink=False)
@@ -82,6 +83,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first example")
     parser.add_argument("--examples", type=int, default=None, help="stop after so many")
+    parser.add_argument(
+        "--tags",
+        nargs="+",
+        choices=TAGS,
+        default=list(TAGS),
+        help="what graphs tell of their collectives; default: each in some graphs",
+    )
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for failures")
     arguments = parser.parse_args()
     start = reported = time.monotonic()
@@ -92,7 +100,7 @@ def main() -> int:
             break
         # in turn as on GPUs and as on gloo, which needs copies for some kinds
         with as_on_gpu() if number % 2 else contextlib.nullcontext():
-            _run_example(arguments.seed, number, tally, arguments.out)
+            _run_example(arguments.seed, number, arguments.tags, tally, arguments.out)
         number += 1
         if time.monotonic() - reported >= _PROGRESS_SECONDS:
             reported = time.monotonic()

@@ -14,25 +14,24 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Traffic
 from torch_patches.testing import effect_ops
-from torch_patches.testing.graph_context import GROUPS, SIZE_OF, WORLD_SIZE, Context
+from torch_patches.testing.graph_context import (
+    GROUPS,
+    SIZE_OF,
+    WORLD_SIZE,
+    Context,
+    Parameter,
+    maybe,
+    pause,
+)
+from torch_patches.testing.graph_odd_blocks import coalesced, in_place, legacy_ops, oddity
 
 aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
-legacy = torch.ops.c10d_functional
 
 SHARD_SHAPES = ((2, 2), (4,), (3,), (1, 3), (2, 3), (0, 2), (), (2, 1, 2))
 
 Block = Callable[[Context, Random], Iterator[None]]
-
-
-def maybe(r: Random, chance: float) -> bool:
-    return r.random() < chance
-
-
-def pause(r: Random, most: int = 3) -> Iterator[None]:
-    for _ in range(r.randint(0, most)):
-        yield
 
 
 # ---------------------------------------------------------------- parameters
@@ -43,8 +42,11 @@ def _shard(c: Context, r: Random) -> fx.Node:
     shape = r.choice(SHARD_SHAPES)
     dtype = r.choice(c.dtypes)
     if len(shape) == 2 and maybe(r, 0.2):
-        return c.builder.placeholder(shape, dtype=dtype, stride=(1, shape[0] or 1))
-    return c.builder.placeholder(shape, dtype=dtype)
+        param = c.builder.placeholder(shape, dtype=dtype, stride=(1, shape[0] or 1))
+    else:
+        param = c.builder.placeholder(shape, dtype=dtype)
+    c.new_parameter(param)
+    return param
 
 
 def _prepare(c: Context, param: fx.Node, r: Random) -> fx.Node:
@@ -64,9 +66,12 @@ def _prepare(c: Context, param: fx.Node, r: Random) -> fx.Node:
     return c.look_through(value, r)
 
 
-def _gather(c: Context, value: fx.Node, group: str, r: Random) -> Iterator[None]:
-    """Start, wait, uses; what comes of it is the block's return value."""
+def _gather(
+    c: Context, value: fx.Node, group: str, r: Random, parameter: Parameter
+) -> Iterator[None]:
+    """Start, wait, uses of a parameter."""
     start = c.builder.all_gather(value, SIZE_OF[group], c.group(group, r))
+    c.tag(start, Traffic.PARAMETER, parameter)
     yield from pause(r)
     result = c.builder.wait(c.look_through(start, r))
     if maybe(r, 0.1):
@@ -88,26 +93,28 @@ def fsdp_param(c: Context, r: Random) -> Iterator[None]:
     param = _shard(c, r)
     c.params.append((param, group))
     yield from pause(r, 1)
-    yield from _gather(c, _prepare(c, param, r), group, r)
+    yield from _gather(c, _prepare(c, param, r), group, r, c.inputs[param])
 
 
 def fsdp_recompute(c: Context, r: Random) -> Iterator[None]:
     """The gather of an earlier parameter again, as a backward does."""
     if c.params:
         param, group = r.choice(c.params)
-        yield from _gather(c, _prepare(c, param, r), group, r)
+        yield from _gather(c, _prepare(c, param, r), group, r, c.inputs[param])
 
 
 def fsdp_chain(c: Context, r: Random) -> Iterator[None]:
     """A gather of a gather, on the two dims of the mesh."""
     shard = c.builder.placeholder(r.choice([(1, 3), (2,)]))
+    parameter = c.new_parameter(shard)
     inner, outer = r.choice([("tp", "dp"), ("dp", "tp")])
     first = c.builder.all_gather(shard, SIZE_OF[inner], inner)
+    c.tag(first, Traffic.PARAMETER, parameter)
     yield from pause(r, 2)
     first = c.look_through(c.builder.wait(first), r)
     if maybe(r, 0.2):
         c.use(first)
-    yield from _gather(c, first, outer, r)
+    yield from _gather(c, first, outer, r, parameter)
 
 
 # ---------------------------------------------------------------- gradients
@@ -128,8 +135,12 @@ def _gradient(c: Context, r: Random, rows: int) -> fx.Node:
     return c.look_through(grad, r)
 
 
-def _finish(c: Context, reduced: fx.Node, r: Random) -> None:
-    """From the wait to the output: cast, scale, accumulate; sometimes read by compute too."""
+def _finish(c: Context, reduced: fx.Node, r: Random, starts: list[fx.Node]) -> None:
+    """From the wait to the output: cast, scale, accumulate; sometimes read by compute too.
+
+    Args:
+        starts: the collectives that made it.
+    """
     value = c.look_through(reduced, r)
     if maybe(r, 0.2):
         value = c.call(aten.div.Tensor, value, 4.0)
@@ -140,10 +151,17 @@ def _finish(c: Context, reduced: fx.Node, r: Random) -> None:
         value = c.call(
             aten.add.Tensor, c.builder.placeholder(val.shape, dtype=val.dtype), value
         )  # accumulation
-    if maybe(r, 0.15):
+    is_read = maybe(r, 0.15)
+    if is_read:
         c.use(value)  # a gradient norm: no longer terminal
     if maybe(r, 0.9):
         c.outputs.append(value)
+        parameter = c.gradients[value] = c.new_parameter()
+        for start in starts:
+            if is_read:
+                c.tag(start, Traffic.OTHER)
+            else:
+                c.tag(start, Traffic.GRADIENT, parameter)
 
 
 def fsdp_grad(c: Context, r: Random) -> Iterator[None]:
@@ -154,7 +172,7 @@ def fsdp_grad(c: Context, r: Random) -> Iterator[None]:
     op = r.choice(["sum", "sum", "sum", "avg"])
     start = c.builder.reduce_scatter(grad, op, SIZE_OF[group], c.group(group, r))
     yield from pause(r, 4)
-    _finish(c, c.builder.wait(c.look_through(start, r)), r)
+    _finish(c, c.builder.wait(c.look_through(start, r)), r, [start])
 
 
 def ddp_grad(c: Context, r: Random) -> Iterator[None]:
@@ -166,17 +184,17 @@ def ddp_grad(c: Context, r: Random) -> Iterator[None]:
         grad, r.choice(["sum", "sum", "sum", "avg", "max"]), r.choice(["dp", "world"])
     )
     yield from pause(r, 4)
-    _finish(c, c.builder.wait(c.look_through(start, r)), r)
+    _finish(c, c.builder.wait(c.look_through(start, r)), r, [start])
 
 
 def hsdp_grad(c: Context, r: Random) -> Iterator[None]:
     """reduce-scatter within the shard group, then all-reduce across the replicas"""
-    start = c.builder.reduce_scatter(_gradient(c, r, 2), "avg", 2, "fsdp_tp")
+    scatter = c.builder.reduce_scatter(_gradient(c, r, 2), "avg", 2, "fsdp_tp")
     yield from pause(r, 2)
-    scattered = c.look_through(c.builder.wait(start), r)
+    scattered = c.look_through(c.builder.wait(scatter), r)
     start = c.builder.all_reduce(scattered, "avg", "dp")
     yield from pause(r, 3)
-    _finish(c, c.builder.wait(start), r)
+    _finish(c, c.builder.wait(start), r, [scatter, start])
 
 
 # ---------------------------------------------------------------- activations
@@ -186,14 +204,17 @@ def tensor_parallel(c: Context, r: Random) -> Iterator[None]:
     """Sequence parallelism (gather, mm, reduce-scatter) or an all-reduce, on the critical path."""
     if maybe(r, 0.4):
         start = c.builder.all_reduce(c.call(aten.mm, c.x, c.x), "sum", "tp")
+        c.tag(start, Traffic.OTHER)
         yield from pause(r, 1)
         c.use(c.builder.wait(start))
         return
     start = c.builder.all_gather(c.x, 2, "tp")
+    c.tag(start, Traffic.OTHER)
     yield from pause(r, 1)
     full = c.builder.wait(start)
     product = c.call(aten.mm, full, c.builder.placeholder(4, 4))
     start = c.builder.reduce_scatter(product, "sum", 2, "tp")
+    c.tag(start, Traffic.OTHER)
     yield from pause(r, 1)
     c.use(c.builder.wait(start))
 
@@ -207,9 +228,11 @@ def expert_parallel(c: Context, r: Random) -> Iterator[None]:
     else:
         sends, receives = _uneven_splits(c, group, r)
     start = c.builder.all_to_all(c.x, receives, sends, group)
+    c.tag(start, Traffic.OTHER)
     yield from pause(r, 2)
     tokens = c.call(aten.mul.Tensor, c.builder.wait(start), 2.0)
     start = c.builder.all_to_all(tokens, sends, receives, group)
+    c.tag(start, Traffic.OTHER)
     yield from pause(r, 2)
     c.use(c.builder.wait(start))
 
@@ -231,6 +254,7 @@ def _uneven_splits(c: Context, group: str, r: Random) -> tuple[list[fx.Node], li
 def broadcast(c: Context, r: Random) -> Iterator[None]:
     """A parameter sent from one rank."""
     start = c.builder.broadcast(_shard(c, r), r.randint(0, 1), "dp")
+    c.tag(start, Traffic.OTHER)
     yield from pause(r, 1)
     c.use(c.builder.wait(start))
 
@@ -243,64 +267,6 @@ def compute(c: Context, r: Random) -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------- forms that are not merged
-
-
-def coalesced(c: Context, r: Random) -> Iterator[None]:
-    """Collectives that the input graph has coalesced already."""
-    members = [c.builder.placeholder(r.choice([(2, 2), (4,)])) for _ in range(r.randint(1, 3))]
-    kind = r.choice(["gather", "scatter", "reduce"])
-    if kind == "gather":
-        parts = c.builder.all_gather_coalesced(members, 2, "dp")
-    elif kind == "scatter":
-        parts = c.builder.reduce_scatter_coalesced(members, "sum", 2, "dp")
-    else:
-        parts = c.builder.all_reduce_coalesced(members, "sum", "dp")
-    yield from pause(r, 2)
-    for part in parts:
-        c.use(c.builder.wait(part))
-        yield from pause(r, 1)
-
-
-def in_place(c: Context, r: Random) -> Iterator[None]:
-    """all_reduce_ on an input or on an intermediate value, or a gather into a buffer."""
-    x = c.builder.placeholder(2, 2)
-    value = x if maybe(r, 0.5) else c.call(aten.clone, x)
-    if maybe(r, 0.5):
-        start = c.call(c10d.all_reduce_, value, "sum", "dp")
-    else:
-        buffer = c.call(aten.empty.memory_format, [4, 2])
-        start = c.call(c10d.all_gather_into_tensor_out, value, 2, "dp", out=buffer)
-    yield from pause(r, 2)
-    c.use(c.builder.wait(start))
-
-
-def legacy_ops(c: Context, r: Random) -> Iterator[None]:
-    """The namespace without an underscore, which names a group by its ranks."""
-    ranks = GROUPS["dp"][0]
-    x = c.builder.placeholder(2, 2)
-    if maybe(r, 0.6):
-        start = c.call(legacy.all_gather_into_tensor, x, "", ranks, 2)
-    else:
-        start = c.call(legacy.reduce_scatter_tensor, x, "sum", "", ranks, 2)
-    yield from pause(r, 2)
-    result = c.call(legacy.wait_tensor, start)
-    c.outputs.append(result)
-
-
-def oddity(c: Context, r: Random) -> Iterator[None]:
-    """A start nobody waits for, a wait on a placeholder, a wait on a finished value."""
-    x = c.builder.placeholder(2, 2)
-    kind = r.choice(["no wait", "no start", "waited twice"])
-    if kind == "no wait":
-        c.builder.all_gather(x, 2, "dp")
-    elif kind == "no start":
-        c.use(c.builder.wait(x))
-    else:
-        c.use(c.builder.wait(c.builder.gather_and_wait(x, 2, "dp")))
-    yield
-
-
 # ---------------------------------------------------------------- effects
 
 
@@ -308,13 +274,14 @@ def mutated_param(c: Context, r: Random) -> Iterator[None]:
     """A parameter written between two gathers of it: each must see its own version."""
     group = r.choice(c.fsdp_groups)
     param = c.builder.placeholder(r.choice([(2, 2), (4,)]))
+    parameter = c.new_parameter(param)
     view = c.look_through(param, r)
     if maybe(r, 0.7):
-        yield from _gather(c, _prepare(c, view, r), group, r)
+        yield from _gather(c, _prepare(c, view, r), group, r, parameter)
     yield from pause(r, 1)
     _write(c, param if maybe(r, 0.5) else view, r)
     yield from pause(r, 1)
-    yield from _gather(c, _prepare(c, param, r), group, r)
+    yield from _gather(c, _prepare(c, param, r), group, r, parameter)
 
 
 def _write(c: Context, target: fx.Node, r: Random) -> None:
@@ -330,6 +297,7 @@ def mutated_value(c: Context, r: Random) -> Iterator[None]:
     yield from pause(r, 1)
     _write(c, value, r)
     start = c.builder.all_gather(value, 2, "dp")
+    c.tag(start, Traffic.OTHER)
     yield from pause(r, 2)
     result = c.builder.wait(start)
     if maybe(r, 0.5):
@@ -346,6 +314,7 @@ def optimizer_step(c: Context, r: Random) -> Iterator[None]:
     """A gradient reduced and put into an input in place; nothing is returned."""
     grad = c.call(aten.mul.Tensor, c.builder.placeholder(4, 2), c.call(aten.sum, c.x))
     start = c.builder.reduce_scatter(grad, "avg", 2, "dp")
+    c.tag(start, Traffic.OTHER)
     yield from pause(r, 2)
     reduced = c.builder.wait(start)
     if maybe(r, 0.7):

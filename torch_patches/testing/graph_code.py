@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK, tag_of
 from torch_patches.testing.graph_builder import Group
 
 
 def builder_code(gm: fx.GraphModule) -> list[str]:
-    """Lines that leave the graph in ``gm``; they need ``torch``, ``operator`` and the builder."""
+    """Lines that leave the graph in ``gm``; they need :data:`IMPORTS`."""
     lines = ["b = GraphBuilder(FakeTensorMode(shape_env=ShapeEnv()))"]
     symbols: dict[str, str] = {}
     for node in gm.graph.nodes:
@@ -22,7 +24,29 @@ def builder_code(gm: fx.GraphModule) -> list[str]:
             lines.append(f"gm = b.output({', '.join(_text(a) for a in node.args[0])})")
         else:
             lines.append(f"{node.name} = {_call(node)}")
-    return lines
+    return [*lines, *_metadata(gm.graph)]
+
+
+IMPORTS = (
+    "import torch, operator",
+    "from torch._functorch._aot_autograd.descriptors import *",
+    "from torch._subclasses import FakeTensorMode",
+    "from torch.fx.experimental.symbolic_shapes import ShapeEnv",
+    "from torch_patches._inductor.fx_passes.comm_overlap.plan import *",
+    "from torch_patches.testing import effect_ops",
+    "from torch_patches.testing.graph_builder import GraphBuilder, Group",
+)
+
+
+def _metadata(graph: fx.Graph) -> Iterator[str]:
+    """Tags and descriptors."""
+    for node in graph.nodes:
+        place = "gm.graph.output_node()" if node.op == "output" else node.name
+        if "desc" in node.meta:
+            yield f'{place}.meta["desc"] = {node.meta["desc"]!r}'
+        if (tag := tag_of(node)) is not None:
+            arguments = f"{tag.traffic}, {tag.source}, {tag.parameter!r}, {tag.index!r}"
+            yield f'{place}.meta["{TAG_MARK}"] = CollectiveTag({arguments})'
 
 
 def _placeholder(node: fx.Node, symbols: dict[str, str]) -> str:
@@ -68,4 +92,4 @@ def _text(value: Any) -> str:
     return value.name if isinstance(value, fx.Node) else repr(value)
 
 
-__all__ = ["Group", "builder_code"]
+__all__ = ["IMPORTS", "Group", "builder_code"]

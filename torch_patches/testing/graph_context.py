@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    CollectiveTag,
+    TagSource,
+    Traffic,
+)
 from torch_patches.testing.graph_builder import GraphBuilder, Group
 from torch_patches.testing.spmd_interpreter import mesh_groups
 
@@ -24,6 +30,23 @@ SIZE_OF = {name: len(ranks[0]) for name, ranks in GROUPS.items()}
 FSDP_GROUPS = (("dp",), ("dp",), ("world",), ("dp", "fsdp_tp"), ("world", "column_major"))
 
 
+def maybe(r: Random, chance: float) -> bool:
+    return r.random() < chance
+
+
+def pause(r: Random, most: int = 3) -> Iterator[None]:
+    for _ in range(r.randint(0, most)):
+        yield
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the model that a graph pretends to come from; numbers are no order of use."""
+
+    name: str
+    index: int
+
+
 @dataclass
 class Context:
     """The graph so far: a chain of compute that the blocks read and extend, and the outputs.
@@ -32,6 +55,9 @@ class Context:
         fsdp_groups: groups that parameters are sharded over.
         dtypes: dtypes of parameters; gathers are cast to the last one.
         values: for inputs that random tensors do not serve: what each rank is given.
+        inputs: the placeholders that are parameters.
+        gradients: values of which each, if it leaves the graph, is a parameter's gradient.
+        tags: what the blocks know of their collectives, by start; those left out are doubtful.
     """
 
     builder: GraphBuilder
@@ -42,6 +68,24 @@ class Context:
     params: list[tuple[fx.Node, str]] = field(default_factory=list)
     group_nodes: dict[str, fx.Node] = field(default_factory=dict)
     values: dict[fx.Node, list[Any]] = field(default_factory=dict)
+    inputs: dict[fx.Node, Parameter] = field(default_factory=dict)
+    gradients: dict[fx.Node, Parameter] = field(default_factory=dict)
+    tags: dict[fx.Node, CollectiveTag] = field(default_factory=dict)
+    parameter_count: int = 0
+
+    def new_parameter(self, placeholder: fx.Node | None = None) -> Parameter:
+        """Stored in an input of the graph, or one that only its gradient shows."""
+        number = self.parameter_count
+        self.parameter_count += 1
+        parameter = Parameter(f"p{number}", number * 7919 % 10_007)  # any permutation will do
+        if placeholder is not None:
+            self.inputs[placeholder] = parameter
+        return parameter
+
+    def tag(self, start: fx.Node, traffic: Traffic, parameter: Parameter | None = None) -> None:
+        """Notes what a collective carries."""
+        name, index = (None, None) if parameter is None else (parameter.name, parameter.index)
+        self.tags[start] = CollectiveTag(traffic, TagSource.DESCRIPTORS, name, index)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.builder.call(op, *args, **kwargs)

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
-from torch_patches.testing.graph_code import builder_code
+from torch_patches.testing.graph_code import IMPORTS, builder_code
 from torch_patches.testing.invariants import InvariantError, Outcome, find_violation
 from torch_patches.testing.strategies import Description
 
@@ -42,12 +42,7 @@ def reproduction(gm: fx.GraphModule, description: Description, options: Options)
     integers = ", integers=True" if description.integers else ""
     return "\n".join(
         [
-            "import torch, operator",
-            "from torch._subclasses import FakeTensorMode",
-            "from torch.fx.experimental.symbolic_shapes import ShapeEnv",
-            "from torch_patches._inductor.fx_passes.comm_overlap.plan import Options",
-            "from torch_patches.testing import effect_ops",
-            "from torch_patches.testing.graph_builder import GraphBuilder, Group",
+            *IMPORTS,
             "from torch_patches.testing.minimise import check_invariants",
             "from torch_patches.testing.strategies import Description",
             *builder_code(gm),
@@ -105,6 +100,9 @@ def _without(
     output = smaller.graph.output_node()
     kept = [v for i, v in enumerate(output.args[0]) if f"output {i}" not in pieces]  # type: ignore[arg-type, call-overload]
     output.args = (tuple(kept),)
+    if "desc" in output.meta:
+        descriptors = enumerate(output.meta["desc"])
+        output.meta["desc"] = [d for i, d in descriptors if f"output {i}" not in pieces]
     for node in reversed(list(smaller.graph.nodes)):
         if node.op == "call_function" and node.name in pieces:
             if node.users:

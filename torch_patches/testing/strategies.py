@@ -18,10 +18,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 from hypothesis import strategies as st
+from torch._functorch._aot_autograd import descriptors as aot
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
+from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK
+from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveTag, Options
 from torch_patches.testing.graph_blocks import BLOCKS
 from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.graph_context import FSDP_GROUPS, GROUPS, WORLD_SIZE, Context
@@ -37,6 +39,10 @@ PARAMETER_DTYPES = (
     (torch.float32,), (torch.float32,), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32),
     (torch.bfloat16,),
 )  # fmt: skip
+
+#: What a graph says of its collectives: nothing, tags of most of them, or descriptors of its inputs
+#: and outputs, from which a pass makes the tags.
+TAGS = ("none", "marks", "descriptors")
 
 
 @dataclass(frozen=True)
@@ -74,20 +80,31 @@ def _integral(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Blocks with their seeds, and the seed of the interleaving and of the outputs' order."""
+    """Blocks with their seeds, and the seed of the interleaving and of the outputs' order.
+
+    Args:
+        tags: one of :data:`TAGS`.
+    """
 
     blocks: tuple[tuple[str, int], ...]
     schedule_seed: int = 0
     integers: bool = False
+    tags: str = "none"
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A graph with what it takes to run it, and where it came from."""
+    """A graph with what it takes to run it, and where it came from.
+
+    Args:
+        truth: what the blocks know of their collectives, by the start's name; indices are those of
+            "marks".
+    """
 
     gm: fx.GraphModule
     description: Description
     recipe: Recipe
+    truth: Mapping[str, CollectiveTag] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"build_case({self.recipe!r})"
@@ -103,6 +120,8 @@ def build_case(recipe: Recipe) -> Case:
         fsdp_groups=r.choice(FSDP_GROUPS),
         dtypes=r.choice(PARAMETER_DTYPES),
     )
+    if recipe.tags == "descriptors":  # an export with a named parameter has named all of them
+        context.new_parameter(builder.placeholder(2, name="unused"))
     running = [BLOCKS[name][1](context, Random(seed)) for name, seed in recipe.blocks]
     stickiness, current, window = r.choice([0.0, 0.5, 0.9]), 0, r.choice([2, 4, 100])
     while running:
@@ -113,9 +132,14 @@ def build_case(recipe: Recipe) -> Case:
         except StopIteration:
             running.pop(current)
     gm = builder.output(*_outputs(context, r))
+    if recipe.tags == "marks":
+        _write_tags(context, Random(recipe.schedule_seed))
+    elif recipe.tags == "descriptors":
+        _describe(gm.graph, context)
     places = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     values = {places[node]: tuple(given) for node, given in context.values.items()}
-    return Case(gm, Description(values=values, integers=recipe.integers), recipe)
+    truth = {start.name: tag for start, tag in context.tags.items()}
+    return Case(gm, Description(values=values, integers=recipe.integers), recipe, truth)
 
 
 def _outputs(context: Context, r: Random) -> list[fx.Node | None]:
@@ -131,10 +155,39 @@ def _outputs(context: Context, r: Random) -> list[fx.Node | None]:
     return outputs
 
 
+def _write_tags(context: Context, r: Random) -> None:
+    """As a joint pass would have; collectives that appeared later have none."""
+    for start, tag in context.tags.items():
+        if r.random() < 0.9:
+            waits = [user for user in start.users if "wait_tensor" in str(user.target)]
+            for node in (start, *waits):
+                node.meta[TAG_MARK] = tag
+
+
+def _describe(graph: fx.Graph, context: Context) -> None:
+    """Descriptors as AOT export has them: parameters by name, the rest by number."""
+    for number, node in enumerate(graph.find_nodes(op="placeholder")):
+        parameter = context.inputs.get(node)
+        plain = aot.PlainAOTInput(number)
+        node.meta["desc"] = plain if parameter is None else aot.ParamAOTInput(parameter.name)
+    output = graph.output_node()
+    output.meta["desc"] = [
+        aot.GradAOTOutput(aot.ParamAOTInput(context.gradients[value].name))
+        if value in context.gradients
+        else aot.PlainAOTOutput(number)
+        for number, value in enumerate(output.args[0])  # type: ignore[arg-type]
+    ]
+
+
 # ---------------------------------------------------------------- drawing
 
 
-def random_recipe(r: Random, names: Sequence[str] | None = None, most: int = 12) -> Recipe:
+def random_recipe(
+    r: Random,
+    names: Sequence[str] | None = None,
+    most: int = 12,
+    tags: Sequence[str] = ("none",),
+) -> Recipe:
     """Up to ``most`` blocks; a recipe favours a few kinds, so that there is something to merge."""
     population = list(names or BLOCKS)
     weights = [BLOCKS[name][0] for name in population]
@@ -145,7 +198,8 @@ def random_recipe(r: Random, names: Sequence[str] | None = None, most: int = 12)
         for _ in range(count)
     ]
     blocks = tuple((name, r.randrange(10_000)) for name in drawn)
-    return Recipe(blocks, r.randrange(10_000), r.random() < 0.5)
+    seed, integers = r.randrange(10_000), r.random() < 0.5
+    return Recipe(blocks, seed, integers, tags[0] if len(tags) == 1 else r.choice(tags))
 
 
 CAPS_MB: tuple[Any, ...] = (
@@ -169,14 +223,18 @@ def random_options(r: Random) -> Options:
 _generators = st.integers(0, 2**32 - 1).map(Random)
 
 
-def recipes(names: Sequence[str] | None = None, most: int = 12) -> st.SearchStrategy[Recipe]:
+def recipes(
+    names: Sequence[str] | None = None, most: int = 12, tags: Sequence[str] = ("none",)
+) -> st.SearchStrategy[Recipe]:
     """Recipes of the named blocks, of all blocks by default."""
-    return _generators.map(lambda r: random_recipe(r, names, most))
+    return _generators.map(lambda r: random_recipe(r, names, most, tags))
 
 
-def cases(names: Sequence[str] | None = None, most: int = 12) -> st.SearchStrategy[Case]:
+def cases(
+    names: Sequence[str] | None = None, most: int = 12, tags: Sequence[str] = ("none",)
+) -> st.SearchStrategy[Case]:
     """Graphs of the named blocks, of all blocks by default."""
-    return recipes(names, most).map(build_case)
+    return recipes(names, most, tags).map(build_case)
 
 
 def all_options() -> st.SearchStrategy[Options]:

@@ -1,4 +1,4 @@
-"""Short training runs of a small sharded Llama, and how two of them compare.
+"""Short training runs of a small sharded or replicated Llama, and how two of them compare.
 
 One run is a model with fresh, seeded weights, compiled under given flags, trained for a few steps
 on this rank's share of the data; everything a comparison needs is kept: losses and gradients of
@@ -24,22 +24,31 @@ import torch
 from torch import nn
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 
+from torch_patches.backend import aot_eager_comm_overlap
 from torch_patches.testing.eager_backend import post_grad_eager
 from torch_patches.testing.models import Llama, ModelConfig
-from torch_patches.testing.parallelize import fully_shard_simple
+from torch_patches.testing.parallelize import fully_shard_simple, replicate_simple
 
 REPORT_ARTIFACT = "comm_overlap_report"
 
-BACKENDS: Mapping[str, Any] = {"inductor": "inductor", "eager": post_grad_eager}
+BACKENDS: Mapping[str, Any] = {
+    "inductor": "inductor",
+    "eager": post_grad_eager,
+    "aot_eager": aot_eager_comm_overlap,  # buckets whatever the flag says
+    "aot_eager of torch": "aot_eager",  # never does
+}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained: a float32 model with every parameter sharded over all ranks.
+    """What is trained: a float32 model.
 
     Args:
         model: its shape.
+        strategy: "fsdp" (every parameter sharded over all ranks), "hsdp" (over half of the ranks,
+            the other half holds the same) or "ddp" (every rank holds everything).
         batch, seq: sequences of each rank, tokens in one.
         steps: training steps whose losses and gradients are kept.
         timed_steps: further steps that are only timed.
@@ -47,6 +56,7 @@ class Workload:
     """
 
     model: ModelConfig
+    strategy: str = "fsdp"
     batch: int = 2
     seq: int = 32
     steps: int = 3
@@ -111,7 +121,7 @@ def train(
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Llama(workload.model)
-    fully_shard_simple(model, init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    _parallelise(model, workload.strategy)
     compiled = torch.compile(model, backend=BACKENDS[backend], fullgraph=True)
     run = TrainingRun()
     with inductor_config.patch(dict(flags)), _collected_reports(run.reports):
@@ -124,6 +134,19 @@ def train(
         for index in range(workload.timed_steps):
             _timed_step(model, compiled, _data(workload, index), run)
     return run
+
+
+def _parallelise(model: nn.Module, strategy: str) -> None:
+    ranks = torch.distributed.get_world_size()
+    if strategy == "fsdp":
+        fully_shard_simple(model, init_device_mesh("cpu", (ranks,)))
+    elif strategy == "hsdp":
+        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard_simple(model, mesh, placements=(Replicate(), Shard(0)))
+    elif strategy == "ddp":
+        replicate_simple(model, init_device_mesh("cpu", (ranks,)))
+    else:
+        raise ValueError(f"strategy {strategy!r} is none of fsdp, hsdp, ddp")
 
 
 def _data(workload: Workload, step: int) -> tuple[torch.Tensor, torch.Tensor]:
