@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._inductor import compile_fx as compile_fx_module
+from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from torch_patches import _compat, config
@@ -124,6 +125,14 @@ def _as_list(passes: Any) -> list[Any]:
     return [item for item in items if not isinstance(item, _PipelinePass)]
 
 
+def _last_pass(passes: Any) -> _PipelinePass:
+    """Ours, out of a flag's value that :func:`append_pass` made."""
+    last = passes[-1] if isinstance(passes, list) else passes
+    last = last.second if isinstance(last, ComposedPass) else last
+    assert isinstance(last, _PipelinePass)
+    return last
+
+
 def append_pass(passes: Any, ours: _PipelinePass) -> Any:
     """The flag's new value: the user's passes, then ours."""
     users = _as_list(passes)
@@ -171,8 +180,8 @@ def _names(model: Any) -> Iterator[str]:
 
 
 def inputs_digest(recorded: Sequence[RecordedInput]) -> str:
-    """Digest of what tags take from the inputs to decide: their kinds and order, not their names."""
-    facts = [(record.kind.value, record.index) for record in recorded]
+    """Digest of what tags take from the inputs to decide: their kinds, in order."""
+    facts = [record.kind.value for record in recorded]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
@@ -294,8 +303,25 @@ class _Hook:
     active: bool = True
 
 
-_PATCHES_POSITION = 3
-"""Of ``config_patches`` among the parameters of ``compile_fx``; the model is the first."""
+_INNER_POSITION, _PATCHES_POSITION = 2, 3
+"""Of ``inner_compile`` and ``config_patches`` among the parameters of ``compile_fx``; the model is
+the first."""
+
+
+def _keyed_by_tags(
+    inner: Callable[..., Any], recorded: tuple[RecordedInput, ...]
+) -> Callable[..., Any]:
+    """``inner`` with the tags of the graph it compiles in its cache key."""
+
+    def inner_compile(gm: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_installed() or not isinstance(gm, fx.GraphModule):
+            return inner(gm, *args, **kwargs)
+        tags = _pipeline().tags_digest(gm, recorded)
+        digest = f"{config.current_value(config.DIGEST_FLAG)}:{tags}"
+        with inductor_config.patch({config.DIGEST_FLAG: digest}):
+            return inner(gm, *args, **kwargs)
+
+    return inner_compile
 
 
 def _make_hook(original: Callable[..., Any]) -> _Hook:
@@ -315,6 +341,14 @@ def _make_hook(original: Callable[..., Any]) -> _Hook:
             args = (*args[:_PATCHES_POSITION], patches, *args[_PATCHES_POSITION + 1 :])
         else:
             kwargs = {**kwargs, "config_patches": patches}
+        recorded = _last_pass(patches[POST_GRAD_PASSES]).recorded
+        if len(args) > _INNER_POSITION:
+            inner = _keyed_by_tags(args[_INNER_POSITION], recorded)
+            args = (*args[:_INNER_POSITION], inner, *args[_INNER_POSITION + 1 :])
+        else:
+            inner = kwargs.get("inner_compile", compile_fx_module.compile_fx_inner)
+            inner = _keyed_by_tags(inner, recorded)
+            kwargs = {**kwargs, "inner_compile": inner}
         token = _forwarding.set(model)
         try:
             return original(*args, **kwargs)

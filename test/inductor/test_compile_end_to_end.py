@@ -44,13 +44,18 @@ def step(x, first, second):
     return [c10d.wait_tensor(c10d.reduce_scatter_tensor(t, "sum", 2, group)) for t in (y, z)]
 
 
+def trained(*shapes):
+    """Plain tensors that a user trains: structure tells which are parameters."""
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
 def inputs():
-    return torch.randn(4, 4), torch.randn(2, 4), torch.randn(2, 4)
+    return trained((4, 4), (2, 4), (2, 4))
 
 
 def code_of(**flags):
     torch._dynamo.reset()
-    with config.patch(flags):
+    with config.patch(flags), torch.no_grad():
         _, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), *inputs())
     return code
 
@@ -87,8 +92,8 @@ def step_with_late_waits(x, first, second):
 def test_buffer_of_a_payload_in_flight_is_not_reused():
     """Between a coalesced start and its waits nothing may be written into its payloads."""
     torch._dynamo.reset()
-    with config.patch({MODE: "topo_span", "allow_buffer_reuse": True}):
-        arguments = [torch.randn(4, 4) for _ in range(3)]
+    with config.patch({MODE: "topo_span", "allow_buffer_reuse": True}), torch.no_grad():
+        arguments = trained(*[(4, 4)] * 3)
         _, (code,) = run_and_get_code(
             torch.compile(step_with_late_waits, fullgraph=True), *arguments
         )

@@ -19,17 +19,24 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
+from functorch.compile import make_boxed_func
 from torch._dynamo.utils import counters
+from torch._inductor import compile_fx as compile_fx_module
 from torch._inductor import config as inductor_config
 
 import torch_patches
 from torch_patches import _compat, _hooks, config
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
+from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    CollectiveTag,
     InputKind,
     Options,
     RecordedInput,
+    TagSource,
+    Traffic,
 )
+from torch_patches.testing.graph_builder import GraphBuilder
 
 PREFIX = "aten_distributed_optimizations."
 MODE = PREFIX + "bucketing_mode"
@@ -187,7 +194,7 @@ def test_flags_of_the_forward_reach_a_later_backward(
     else:
         backward()
     assert recorder.options_of("post_grad") == [expected, expected]
-    assert recorder.recorded == [(RecordedInput(InputKind.OTHER),)] * 3
+    assert recorder.recorded == [(RecordedInput(InputKind.UNKNOWN),)] * 3
     torch.testing.assert_close(x.grad, torch.autograd.grad((x @ x).sum(), x)[0])
 
 
@@ -236,17 +243,72 @@ def test_digest_reads_names_only_when_asked() -> None:
     assert digest(a, False) == digest(b, False)
 
 
-def test_digest_reads_kinds_and_order_of_inputs_not_their_names() -> None:
+def test_digest_reads_kinds_of_inputs_not_names_or_registration() -> None:
     def digest(*inputs: RecordedInput) -> str:
         return _hooks.metadata_digest(None, False, inputs)
 
-    a, b = RecordedInput(InputKind.PARAMETER, "a", 0), RecordedInput(InputKind.PARAMETER, "b", 0)
+    a, b = RecordedInput(InputKind.PARAMETER, "a", 0), RecordedInput(InputKind.PARAMETER, "b", 1)
     assert digest(a) == digest(b)
     assert digest(a) != digest(RecordedInput(InputKind.BUFFER, "a"))
-    assert digest(a) != digest(RecordedInput(InputKind.PARAMETER, "a", 1))
     uuids = {_hooks.JointPass(Options(), (record,)).uuid() for record in (a, b)}
     assert len(uuids) == 1
     assert _hooks.JointPass(Options(), (RecordedInput(InputKind.OTHER),)).uuid() not in uuids
+
+
+def gather_tagged(*tags: CollectiveTag | None) -> fx.GraphModule:
+    b = GraphBuilder()
+    starts = [b.all_gather(b.placeholder(4, 8), 2, "g") for _ in tags]
+    for start, tag in zip(starts, tags, strict=True):
+        if tag is not None:
+            start.meta[TAG_MARK] = tag
+    return b.output(*(b.wait(start) for start in starts))
+
+
+def test_tags_are_in_the_key_of_every_graph() -> None:
+    """Graphs with equal code and other tags, as two models' backwards can be."""
+    keys: list[str] = []
+
+    def inner(gm: fx.GraphModule, inputs: Any) -> None:
+        keys.append(getattr(inductor_config, config.DIGEST_FLAG))
+
+    def key(*tags: CollectiveTag | None) -> str:
+        _hooks._keyed_by_tags(inner, ())(gather_tagged(*tags), [])
+        return keys[-1]
+
+    def tag(traffic: Traffic, name: str | None = None, place: int | None = None) -> CollectiveTag:
+        return CollectiveTag(traffic, TagSource.DYNAMO, name, place, place)
+
+    weight, data = tag(Traffic.PARAMETER, "w", 0), tag(Traffic.OTHER)
+    assert key(weight, data) == key(weight, data)
+    assert key(weight, data) == key(tag(Traffic.PARAMETER, "other name", 0), data)
+    distinct = [(weight, data), (data, weight), (weight, weight), (weight, None),
+                (tag(Traffic.PARAMETER, "w", 1), data)]  # fmt: skip
+    assert len({key(*tags) for tags in distinct}) == len(distinct)
+    _hooks.uninstall()
+    assert key(weight, data) == key(data, data) == config.NEUTRAL_DIGEST
+
+
+@pytest.mark.parametrize("how", ["keyword", "positional"])
+def test_compiles_of_both_passes_see_the_key_with_tags(how: str) -> None:
+    keys: list[str] = []
+
+    def inner(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        keys.append(getattr(inductor_config, config.DIGEST_FLAG))
+        return make_boxed_func(gm.forward)
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        if how == "positional":
+            return compile_fx_module.compile_fx(gm, inputs, inner)
+        return compile_fx_module.compile_fx(gm, inputs, inner_compile=inner)
+
+    torch._dynamo.reset()
+    with inductor_config.patch({MODE: "topo_span"}):
+        result = torch.compile(lambda x: x @ x, backend=backend)(
+            torch.ones(2, 2, requires_grad=True)
+        )
+    result.sum().backward()
+    assert len(keys) == 2
+    assert all(key.count(":") == 2 for key in keys)
 
 
 def cache_events() -> dict[str, int]:

@@ -43,8 +43,8 @@ c10d = torch.ops._c10d_functional
 
 W, V = aot.ParamAOTInput("layer.w"), aot.ParamAOTInput("layer.v")
 B, X = aot.BufferAOTInput("scale"), aot.PlainAOTInput(0)
-PARAMETER = CollectiveTag(Traffic.PARAMETER, TagSource.DESCRIPTORS, "layer.w", 0)
-GRADIENT = CollectiveTag(Traffic.GRADIENT, TagSource.DESCRIPTORS, "layer.w", 0)
+PARAMETER = CollectiveTag(Traffic.PARAMETER, TagSource.DESCRIPTORS, "layer.w", 0, 0)
+GRADIENT = CollectiveTag(Traffic.GRADIENT, TagSource.DESCRIPTORS, "layer.w", 0, 0)
 OTHER = CollectiveTag(Traffic.OTHER, TagSource.DESCRIPTORS)
 
 
@@ -127,6 +127,14 @@ def padded_with_a_constant(s: Sketch) -> fx.Node:
     return s.call(aten.cat, [s.w, zeros])
 
 
+def padded_in_its_own_dtype(s: Sketch) -> fx.Node:
+    return s.call(aten.cat, [s.w, s.call(aten.new_zeros, s.w, [2, 8])])
+
+
+def copied_into_a_buffer(s: Sketch) -> fx.Node:
+    return s.call(aten.copy, s.call(aten.empty_like, s.x), s.w)
+
+
 @pytest.mark.parametrize(
     "prepare",
     [
@@ -138,6 +146,8 @@ def padded_with_a_constant(s: Sketch) -> fx.Node:
         quantised_scale,
         quantised_with_a_buffer,
         padded_with_a_constant,
+        padded_in_its_own_dtype,
+        copied_into_a_buffer,
     ],
 )
 def test_gather_of_one_parameter_is_tagged(prepare: Callable[[Sketch], fx.Node]) -> None:
@@ -191,6 +201,50 @@ def test_parameter_gathered_twice_and_part_of_a_subclass() -> None:
     ]
 
 
+@pytest.mark.parametrize("base", [aot.ViewBaseAOTInput, aot.SyntheticBaseAOTInput])
+def test_base_of_a_parameter_is_the_parameter(base: Callable[[Any], object]) -> None:
+    s = Sketch()
+    assert tags_of(s.end((s.gather(s.input(base(W))), aot.PlainAOTOutput(0)))) == [PARAMETER]
+
+
+@torch.library.custom_op("test_tagging::quantise", mutates_args=())
+def quantise(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (values / scale).to(torch.int8)
+
+
+@quantise.register_fake
+def _(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(values, dtype=torch.int8)
+
+
+@torch.library.custom_op("test_tagging::counting", mutates_args=("calls",))
+def counting(values: torch.Tensor, calls: torch.Tensor) -> torch.Tensor:
+    calls.add_(1)
+    return values.clone()
+
+
+@counting.register_fake
+def _(values: torch.Tensor, calls: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(values)
+
+
+@pytest.mark.parametrize(
+    ("payload", "expected"),
+    [
+        (lambda s, q: s.call(q, s.w, s.call(aten.amax, s.w)), PARAMETER),
+        (lambda s, q: s.call(q, s.w, s.b), PARAMETER),
+        (lambda s, q: s.call(q, s.w, s.x), OTHER),
+        (lambda s, q: s.call(q, s.w, s.v), OTHER),
+        (lambda s, q: s.call(torch.ops.test_tagging.counting, s.w, s.b), OTHER),
+    ],
+    ids=["own scale", "buffer scale", "data scale", "another parameter", "mutating"],
+)
+def test_somebodys_quantisation(payload: Any, expected: CollectiveTag) -> None:
+    s = Sketch()
+    gathered = s.gather(payload(s, torch.ops.test_tagging.quantise))
+    assert tags_of(s.end((gathered, aot.PlainAOTOutput(0)))) == [expected]
+
+
 def test_chain_behind_the_wait_is_tagged_alike() -> None:
     """w -> all_gather -> wait -> cast -> view -> mm: up to the mm."""
     s = Sketch()
@@ -207,6 +261,12 @@ def test_chain_behind_the_wait_is_tagged_alike() -> None:
     ]
 
 
+def straight_through_clamp(s: Sketch, wait: fx.Node) -> fx.Node:
+    """The gradient where the parameter is positive, elsewhere its decay."""
+    shard = s.input(W, 4, 8)
+    return s.call(aten.where.self, s.call(aten.gt.Scalar, shard, 0), wait, shard)
+
+
 # -- reductions -----------------------------------------------------------------------------------
 
 
@@ -219,8 +279,19 @@ def test_chain_behind_the_wait_is_tagged_alike() -> None:
         lambda s, wait: s.call(aten.div.Tensor, wait, 2),
         lambda s, wait: s.call(aten.add.Tensor, s.input(X, 4, 8), wait),
         lambda s, wait: s.reduce(wait),
+        lambda s, wait: s.call(aten.neg, wait),
+        straight_through_clamp,
     ],
-    ids=["as it is", "cast", "unpadded", "divided", "accumulated", "HSDP"],
+    ids=[
+        "as it is",
+        "cast",
+        "unpadded",
+        "divided",
+        "accumulated",
+        "HSDP",
+        "negated",
+        "straight-through clamp",
+    ],
 )
 def test_reduction_that_ends_in_a_gradient_is_tagged(
     finish: Callable[[Sketch, fx.Node], fx.Node],
@@ -238,10 +309,14 @@ def test_reduction_that_ends_in_a_gradient_is_tagged(
         lambda s, wait: [(wait, gradient_of(B))],
         lambda s, wait: [(wait, gradient_of(W)), (wait, aot.PlainAOTOutput(0))],
         lambda s, wait: [(wait, gradient_of(W)), (s.call(aten.sum, wait), aot.PlainAOTOutput(0))],
-        lambda s, wait: [(s.call(aten.relu, wait), gradient_of(W))],
+        lambda s, wait: [
+            (s.call(aten.mul.Tensor, wait, s.call(aten.relu, s.input(X, 4, 8))), gradient_of(W))
+        ],
+        lambda s, wait: [(s.call(aten.mm, wait, s.w), gradient_of(W))],
+        lambda s, wait: [(s.call(aten.sum, wait), gradient_of(W))],
     ],
     ids=["model output", "data's gradient", "buffer's gradient", "also an output", "also its norm",
-         "computed with"],
+         "times an activation", "multiplied", "summed"],
 )  # fmt: skip
 def test_other_reductions_are_not(outputs: Callable[[Sketch, fx.Node], Any]) -> None:
     s = Sketch()
@@ -260,6 +335,21 @@ def test_gradient_of_a_part_of_a_subclass() -> None:
     s = Sketch()
     descriptor = aot.SubclassGetAttrAOTOutput(gradient_of(W), "_local_tensor")
     assert tags_of(s.end((s.scatter(s.x), descriptor))) == [GRADIENT]
+
+
+def test_chain_behind_a_reduction_is_tagged_alike() -> None:
+    """reduce_scatter -> wait -> cast -> view -> the gradient of w."""
+    s = Sketch()
+    cast = s.call(aten._to_copy, s.scatter(s.x), dtype=torch.float64)
+    gm = s.end((s.call(aten.view, cast, [32]), gradient_of(W)))
+    tag_graph(gm.graph)
+    tagged = [node.target for node in gm.graph.nodes if tag_of(node) == GRADIENT]
+    assert tagged == [
+        c10d.reduce_scatter_tensor.default,
+        c10d.wait_tensor.default,
+        aten._to_copy.default,
+        aten.view.default,
+    ]
 
 
 # -- pairing outputs with descriptors -------------------------------------------------------------
@@ -320,24 +410,60 @@ def test_records_of_dynamo_tell_data_from_parameters() -> None:
     tags = tags_of(plain_graph(), recorded)
     assert tags == [
         CollectiveTag(Traffic.OTHER, TagSource.DYNAMO),
-        CollectiveTag(Traffic.PARAMETER, TagSource.DYNAMO, "layer.w", 7),
-        CollectiveTag(Traffic.GRADIENT, TagSource.DYNAMO, "layer.w", 7),
+        CollectiveTag(Traffic.PARAMETER, TagSource.DYNAMO, "layer.w", 7, 1),
+        CollectiveTag(Traffic.GRADIENT, TagSource.DYNAMO, "layer.w", 7, 1),
     ]
 
 
 def test_without_records_structure_tells() -> None:
     tags = tags_of(plain_graph())
     assert tags == [
-        CollectiveTag(Traffic.PARAMETER, TagSource.STRUCTURE, None, 0),
-        CollectiveTag(Traffic.PARAMETER, TagSource.STRUCTURE, None, 1),
-        CollectiveTag(Traffic.GRADIENT, TagSource.STRUCTURE, None, 1),
+        CollectiveTag(Traffic.PARAMETER, TagSource.STRUCTURE, place=0),
+        CollectiveTag(Traffic.PARAMETER, TagSource.STRUCTURE, place=1),
+        CollectiveTag(Traffic.GRADIENT, TagSource.STRUCTURE, place=1),
     ]
 
 
-def test_records_without_any_parameter_tell_nothing() -> None:
-    """A training step over plain tensors: Dynamo knows of no parameter."""
+def test_records_without_any_parameter_are_believed() -> None:
+    """A part of a model that has activations only."""
     recorded = (RecordedInput(InputKind.OTHER), RecordedInput(InputKind.BUFFER, "b"))
+    assert tags_of(plain_graph(), recorded) == [CollectiveTag(Traffic.OTHER, TagSource.DYNAMO)] * 3
+
+
+def test_plain_tensors_that_are_trained_are_left_to_structure() -> None:
+    recorded = (RecordedInput(InputKind.UNKNOWN), RecordedInput(InputKind.UNKNOWN))
     assert tags_of(plain_graph(), recorded) == tags_of(plain_graph())
+
+
+def test_inner_graph_of_a_compile_is_left_alone() -> None:
+    """No descriptors, but Dynamo told of the outer graph."""
+    gm = three_gathers()
+    for node in gm.graph.nodes:
+        node.meta.pop("desc", None)
+    recorded = (RecordedInput(InputKind.PARAMETER, "w", 0),)
+    report = pipeline.run_post_grad(gm.graph, Options("topo_span"), recorded)
+    assert report is not None and report.buckets == ()
+    assert {refusal.reason for refusal in report.refusals} == {RefusalReason.NOT_TAGGED}
+    assert report.told_by == {"untold": 3}
+
+
+def test_payload_order_ignores_registration() -> None:
+    """Registration comes from a rank's own objects; the graph is the same on all ranks."""
+    orders = []
+    for indices in ((0, 1), (1, 0)):
+        gm = three_gathers()
+        names = [n for n in gm.graph.nodes if n.meta.get("desc") in (W, V)]
+        for place, node in enumerate(names):
+            node.meta["desc"] = aot.PlainAOTInput(place)
+        recorded = tuple(RecordedInput(InputKind.PARAMETER, f"p{i}", i) for i in indices)
+        tag_graph(gm.graph, recorded)
+        report = pipeline.optimize_graph(gm, Options("topo_span", bucket_mode="coalesced"))
+        assert len(report.buckets) == 1
+        (merged,) = gm.graph.find_nodes(
+            op="call_function", target=c10d.all_gather_into_tensor_coalesced.default
+        )
+        orders.append([node.name for node in merged.args[0]])
+    assert orders[0] == orders[1]
 
 
 @pytest.mark.parametrize("in_backward", [True, False])
@@ -348,7 +474,7 @@ def test_gradient_returned_as_an_ordinary_output(in_backward: bool) -> None:
     if in_backward:
         wait.meta["autograd_backward"] = True
     gm = s.end((wait, aot.PlainAOTOutput(0)))
-    gradient = CollectiveTag(Traffic.GRADIENT, TagSource.STRUCTURE, None, 0)
+    gradient = CollectiveTag(Traffic.GRADIENT, TagSource.STRUCTURE, place=0)
     assert tags_of(gm) == [gradient if in_backward else OTHER]
 
 

@@ -1,7 +1,8 @@
 """The pass list, seen whole, and the entry points that run it.
 
     joint graph:      tag parameter and gradient traffic
-    post-grad graph:  tag, if no joint graph was seen -> collect -> topo_span -> check -> apply -> report
+    post-grad graph:  tag, if no joint graph was seen
+                      -> collect -> topo_span -> check -> apply -> report
 
 ``run_joint`` and ``run_post_grad`` are what Inductor calls; ``optimize_graph`` runs the same on one
 GraphModule.
@@ -32,6 +33,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import con
 from torch_patches._inductor.fx_passes.comm_overlap.graph.dynamo_inputs import record_inputs
 from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
+from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import tag_of
 from torch_patches._inductor.fx_passes.comm_overlap.passes.tagging import is_tagged, tag_graph
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import plan_topo_span
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
@@ -92,8 +94,11 @@ def run_joint(graph: fx.Graph, options: Options, recorded: Sequence[RecordedInpu
         OSError, MemoryError, ...: causes local to this rank (:data:`RANK_LOCAL_ERRORS`).  After any
             other failure the graph has no tags (structure decides), with one warning.
     """
-    if options.bucketing_mode not in PLANNERS:
-        return
+    if options.bucketing_mode in PLANNERS:
+        _tag(graph, recorded)
+
+
+def _tag(graph: fx.Graph, recorded: Sequence[RecordedInput]) -> None:
     try:
         tag_graph(graph, recorded)
     except RANK_LOCAL_ERRORS:
@@ -101,6 +106,27 @@ def run_joint(graph: fx.Graph, options: Options, recorded: Sequence[RecordedInpu
     except Exception as error:
         _raise_if_strict(error)
         _warn_untagged(f"{type(error).__name__}: {error}")
+
+
+def tags_digest(module: fx.GraphModule, recorded: Sequence[RecordedInput] = ()) -> str:
+    """Hash of what the tags of a graph, and of the graphs inside it, decide; tags it first if it
+    has none.
+
+    torch's key of a compiled graph sees code, not metadata: two backward graphs with equal code may
+    have other tags, since those come from the joint graph.
+    """
+    if not is_tagged(module.graph):
+        _tag(module.graph, recorded)
+    digest = hashlib.sha256()
+    for inner in module.modules():
+        if not isinstance(inner, fx.GraphModule):
+            continue
+        for node in inner.graph.nodes:
+            if collective_kind(node) is not None:
+                tag = tag_of(node)
+                decisive = None if tag is None else (tag.traffic.value, tag.source.value, tag.place)
+                digest.update(repr(decisive).encode())
+    return digest.hexdigest()
 
 
 def run_post_grad(
@@ -124,7 +150,7 @@ def run_post_grad(
     if planner is None:
         return None
     if not is_tagged(graph):
-        run_joint(graph, options, recorded)
+        _tag(graph, recorded)
     try:
         change = _bucket(graph, options, planner)
     except RANK_LOCAL_ERRORS:

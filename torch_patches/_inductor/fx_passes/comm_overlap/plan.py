@@ -58,7 +58,7 @@ class RefusalReason(enum.Enum):
     UNSUPPORTED_LAYOUT = "its tensors are not plain strided ones with a contiguous result"
     NO_METADATA = "its node carries no tensor metadata"
     NOT_PARAMETER_TRAFFIC = "it carries neither a parameter nor a gradient"
-    NOT_TAGGED = "it appeared after the joint graph was tagged, so nobody knows what it carries"
+    NOT_TAGGED = "nobody tells what it carries: it is in an inner graph, or newer than the tags"
     NOT_PRIMARY_GROUP = "primary_fsdp_group_only is set and its group is not the primary one"
     ALONE_IN_KEY = (
         "no other collective has its kind, group, dtype, reduce op, device and phase (forward or "
@@ -122,6 +122,7 @@ class TagSource(enum.Enum):
     DESCRIPTORS = "descriptors"  # AOT export names parameters and buffers
     DYNAMO = "dynamo"  # sources of Dynamo's placeholders, joined by index
     STRUCTURE = "structure"  # an input that a collective rearranges, an output it ends in
+    UNTOLD = "untold"  # an inner graph of a compile: nobody tells what its inputs are
 
 
 @dataclass(frozen=True)
@@ -134,13 +135,17 @@ class CollectiveTag:
         traffic: ``OTHER`` means that it was looked at and carries neither.
         source: where the knowledge comes from.
         parameter: fully qualified name of the parameter gathered, or whose gradient is reduced.
-        index: its place in the order of registration; where only inputs are known, among them.
+        index: its place in the order of registration, for people; where no module is known, among
+            the parameters given.
+        place: its place among the graph's inputs, as descriptors count them.  The graph alone gives
+            it, so it is the same on all ranks, whatever their Python objects are.
     """
 
     traffic: Traffic
     source: TagSource
     parameter: str | None = None
     index: int | None = None
+    place: int | None = None
 
 
 class InputKind(enum.Enum):
@@ -159,7 +164,8 @@ class RecordedInput:
     Args:
         kind: parameter, buffer or other.
         name: fully qualified, empty for other inputs.
-        index: parameters: place in the order of registration.
+        index: parameters: place in the order of registration; it decides nothing, since it comes
+            from this rank's Python objects.
     """
 
     kind: InputKind
@@ -193,7 +199,7 @@ class Collective:
             number in between, or None.
         refusal: why it can never be a bucket member, or None.
         has_symbolic_size: some dimension is symbolic.
-        parameter_index: the tag's index; without tags, place of the parameter among the graph's
+        parameter_index: the tag's place; without tags, place of the parameter among the graph's
             inputs, or of its gradient among the outputs.  Gathers and reductions of a model agree
             in its order.
         considered: fingerprint of the options of an earlier run that left it alone, or None.
@@ -288,10 +294,11 @@ class Bucket:
     Args:
         members: in graph order of their starts.
         payload_order: permutation of ``range(len(members))``: the order of the payload in the
-            merged collective.  The order of the parameters among the graph's inputs (under AOT
-            export their registration order, under Dynamo that of first use) where known for all
-            members, else graph order; it decides byte offsets, hence the rounding of ring reductions, and is independent of
-            where the merged node stands.
+            merged collective.  It is by the place of the parameter among the graph's inputs
+            (registration order under AOT export, order of first use under Dynamo) where known for
+            all members, else graph order.  The graph alone gives it, for rank safety: it decides
+            byte offsets, so ranks must agree in it.  Hence also the rounding of ring reductions,
+            wherever the merged node stands.
         form: copying or coalesced.
         close_reason: why it took no further member.
         size_bytes: sum of the members' decision sizes.
@@ -334,8 +341,9 @@ class Options:
         bucket_cap_mb: MB (2**20 bytes) a bucket may hold; a sequence is by bucket index with the
             last value repeating; a callable takes the bucket index; None takes the size that
             saturates the group's network or, where that is more, the largest single member of the
-            key, up to 500 MB.  Where it is None or one number, the first bucket of all-reduces
-            without a reduce-scatter in front (DDP) holds at most 1 MB.
+            key, up to 500 MB, and for all-reduces 25 MB.  Where it is None or one number, the first
+            bucket of all-reduces without a reduce-scatter beside them (DDP) holds at most 1 MB.
+            All-reduces over replicas (HSDP) follow their reduce-scatters' buckets.
         primary_fsdp_group_only: of the groups with parameter gathers or gradient scatters, bucket
             only the one with the most gathers; other groups (replicas) are served all the same.
         bucket_mode: "default" (copying), "coalesced" (zero-copy), None (chosen by the pass).

@@ -166,7 +166,7 @@ class _Carried:
         if not self.tagged:
             return self.structure.parameter_index(start, kind, waits)
         tag = tag_of(start)
-        return None if tag is None else tag.index
+        return None if tag is None else tag.place
 
 
 def number_nodes(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -5,8 +5,10 @@
 AOTAutograd's joint graph carries no names under ``torch.compile``: its placeholders only say which
 of Dynamo's inputs they come from.  The records are joined with them by that index.
 
-The index of a parameter is its place in the order of registration, taken from the module that the
-compiled frame holds; where no module is found, in the order of Dynamo's inputs.
+The kind of an input depends on Dynamo's graph alone, so it is the same on all ranks.  Names and the
+order of registration come from the module that the compiled frame holds (names are relative to it),
+so they are for people and decide nothing; where no module is found, the index is the order of
+Dynamo's inputs.
 """
 
 from __future__ import annotations
@@ -47,10 +49,13 @@ def record_inputs(
 ) -> tuple[RecordedInput, ...]:
     """One record for each placeholder of the graph that Dynamo made; empty for other models.
 
+    Where no input is a parameter or buffer, plain tensors that a user trains (leaves that require a
+    gradient) may be parameters: their kind is ``UNKNOWN``, and structure decides.
+
     Args:
         model: what a Dynamo backend is called with.
-        scopes: ``{"L": locals, "G": globals}`` of the compiled frame, for the order of
-            registration; None asks Dynamo, which knows only while it calls the backend.
+        scopes: ``{"L": locals, "G": globals}`` of the compiled frame; None asks Dynamo, which knows
+            only while it calls the backend.
     """
     if not isinstance(model, fx.GraphModule):
         return ()
@@ -58,39 +63,47 @@ def record_inputs(
     sources = [getattr(node, "_dynamo_source", None) for node in placeholders]
     if all(source is None for source in sources):
         return ()
-    names = ["" if source is None else _name_of(source) for source in sources]
-    is_parameter = [
-        isinstance(node.meta.get("example_value"), torch.nn.Parameter) for node in placeholders
-    ]
-    return _record(names, is_parameter, _frame_scopes() if scopes is None else scopes)
+    scopes = _frame_scopes() if scopes is None else scopes
+    names = ["" if source is None else str(source.name) for source in sources]
+    values = [node.meta.get("example_value") for node in placeholders]
+    kinds = [_kind(name, value) for name, value in zip(names, values, strict=True)]
+    known = any(kind in (InputKind.PARAMETER, InputKind.BUFFER) for kind in kinds)
+    if not known:
+        kinds = [
+            InputKind.UNKNOWN if _is_trained(value) else kind
+            for kind, value in zip(kinds, values, strict=True)
+        ]
+    return _record(names, kinds, scopes)
 
 
 def recorded_from_names(names: Sequence[str]) -> tuple[RecordedInput, ...]:
     """The same from the names of Dynamo's sources alone, as captured files keep them."""
-    return _record(names, [False] * len(names), {})
+    return _record(names, [_kind(name, None) for name in names], {})
 
 
-def _name_of(source: Any) -> str:
-    name = source.name  # a method in some releases, a property in others
-    return str(name() if callable(name) else name)
+def _kind(name: str, value: object) -> InputKind:
+    if isinstance(value, torch.nn.Parameter):
+        return InputKind.PARAMETER
+    path = _parse(name)
+    return InputKind.OTHER if path is None else path.kind
+
+
+def _is_trained(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
 
 
 def _record(
-    names: Sequence[str], is_parameter: Sequence[bool], scopes: Mapping[str, Mapping[str, Any]]
+    names: Sequence[str], kinds: Sequence[InputKind], scopes: Mapping[str, Mapping[str, Any]]
 ) -> tuple[RecordedInput, ...]:
     registered = _Registration(scopes)
     found: list[tuple[InputKind, str, int | None]] = []
-    for name, parameter in zip(names, is_parameter, strict=True):
-        path = _parse(name)
-        kind = path.kind if path is not None else InputKind.OTHER
-        if parameter:
-            kind = InputKind.PARAMETER
-        if kind is InputKind.OTHER:
+    for name, kind in zip(names, kinds, strict=True):
+        if kind in (InputKind.OTHER, InputKind.UNKNOWN):
             found.append((kind, "", None))
-        elif path is None:
-            found.append((kind, name, None))
-        else:
-            found.append((kind, *registered.look_up(path)))
+            continue
+        path = _parse(name)
+        known = (name, None) if path is None else registered.look_up(path)
+        found.append((kind, *known))
     return _with_indices(found)
 
 
@@ -188,7 +201,9 @@ class _Registration:
             return self._modules[id(module)]
         first: dict[int, tuple[str, int]] = {}
         order: dict[str, tuple[str, int]] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
+        # Not the module's own method: a user's may take other arguments.
+        named = torch.nn.Module.named_parameters(module, remove_duplicate=False)
+        for name, parameter in named:
             name = _qualified(name.split("."))
             if id(parameter) not in first:
                 first[id(parameter)] = (name, self._count)

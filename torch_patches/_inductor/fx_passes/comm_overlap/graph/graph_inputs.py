@@ -6,8 +6,8 @@ carry parameter names; under ``torch.compile`` only an index, which records of D
 resolve.  A graph without descriptors gives no facts.
 
 Two kinds of training step have no names to give, so structure decides for them: functions of plain
-tensors (Dynamo then records no parameter at all), and graphs that compute gradients inside and
-return them as ordinary outputs.
+tensors outside of any module, and graphs that compute gradients inside and return them as ordinary
+outputs.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ class Fact:
         kind: of the input.
         source: who tells.
         name: parameters: fully qualified name, where known.
-        index: parameters: place in the order of registration, or among the inputs.
+        index: parameters: place in the order of registration.
+        place: among the inputs, as descriptors count them.
     """
 
     kind: InputKind
     source: TagSource
     name: str | None = None
     index: int | None = None
+    place: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +76,6 @@ def read_facts(graph: fx.Graph, recorded: Sequence[RecordedInput] = ()) -> Facts
     described = {n: d for n in placeholders if isinstance(d := n.meta.get("desc"), aot.AOTInput)}
     if not described:
         return None
-    if not any(record.kind is InputKind.PARAMETER for record in recorded):
-        recorded = ()
     reader = _Reader(recorded, described.values())
     # Beside described inputs, one without a descriptor is what the forward saved.
     saved = Fact(InputKind.OTHER, reader.source)
@@ -95,7 +95,7 @@ def _unnamed_gradients(outputs: Sequence[object], source: TagSource) -> dict[int
     """Outputs that may be gradients where no descriptor says so: those computed by autograd inside
     of the graph, and any output of a function of plain tensors."""
     return {
-        place: Fact(InputKind.UNKNOWN, TagSource.STRUCTURE, None, place)
+        place: Fact(InputKind.UNKNOWN, TagSource.STRUCTURE, place=place)
         for place, value in enumerate(outputs)
         if isinstance(value, fx.Node)
         and (source is TagSource.STRUCTURE or value.meta.get("autograd_backward"))
@@ -123,7 +123,8 @@ class _Reader:
         if named:
             self.source = TagSource.DESCRIPTORS
         else:
-            self.source = TagSource.DYNAMO if recorded else TagSource.STRUCTURE
+            unknown = any(record.kind is InputKind.UNKNOWN for record in recorded)
+            self.source = TagSource.STRUCTURE if unknown or not recorded else TagSource.DYNAMO
 
     def fact(self, descriptor: Any) -> Fact:
         base = _base(descriptor)
@@ -132,18 +133,20 @@ class _Reader:
             base = _base(base.base_of)
         if isinstance(base, aot.ParamAOTInput):
             place = self._places.setdefault(base.target, len(self._places))
-            return Fact(InputKind.PARAMETER, TagSource.DESCRIPTORS, base.target, place)
+            return Fact(InputKind.PARAMETER, TagSource.DESCRIPTORS, base.target, place, place)
         if isinstance(base, aot.BufferAOTInput):
             return Fact(InputKind.BUFFER, TagSource.DESCRIPTORS, base.target)
         if not isinstance(base, aot.PlainAOTInput):
             return Fact(InputKind.OTHER, self.source)
         if base.idx < len(self._recorded):
             record = self._recorded[base.idx]
-            return Fact(record.kind, TagSource.DYNAMO, record.name or None, record.index)
+            told = record.kind is not InputKind.UNKNOWN
+            source = TagSource.DYNAMO if told else TagSource.STRUCTURE
+            return Fact(record.kind, source, record.name or None, record.index, base.idx)
         if self.source is TagSource.DESCRIPTORS:
             # An export that names parameters has named all of them.
             return Fact(InputKind.OTHER, self.source)
-        return Fact(InputKind.UNKNOWN, TagSource.STRUCTURE, None, base.idx)
+        return Fact(InputKind.UNKNOWN, TagSource.STRUCTURE, place=base.idx)
 
 
 def _paired_outputs(graph: fx.Graph) -> tuple[tuple[object, ...], tuple[object, ...]]:

@@ -43,6 +43,12 @@ _VIEW_NAMES = _NO_OP_NAMES | frozenset(
         "imag",
     }
 )
+_SHAPE_ONLY_NAMES = frozenset(
+    {
+        "empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones",
+        "new_zeros", "ones_like", "zeros_like",
+    }
+)  # fmt: skip
 _CAST_NAMES = frozenset({"_to_copy", "convert_element_type", "to"})
 
 
@@ -118,6 +124,11 @@ def does_work(node: fx.Node) -> bool:
     if node.op in ("placeholder", "output", "get_attr"):
         return False
     return not (_is_compute_op_in(node, _NO_OP_NAMES) or is_full_slice(node))
+
+
+def reads_only_shape(node: fx.Node) -> bool:
+    """A constant in the shape, dtype and device of what it is given, whose values it never reads."""
+    return _is_compute_op_in(node, _SHAPE_ONLY_NAMES)
 
 
 def is_control_deps(node: fx.Node) -> bool:

@@ -20,4 +20,4 @@ def tag_of(node: fx.Node) -> CollectiveTag | None:
 
 def without_parameter(tag: CollectiveTag) -> CollectiveTag:
     """The tag of a bucket: its members' traffic, and none of their names."""
-    return replace(tag, parameter=None, index=None)
+    return replace(tag, parameter=None, index=None, place=None)

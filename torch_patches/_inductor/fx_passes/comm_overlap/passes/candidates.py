@@ -12,6 +12,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Refusal,
     RefusalReason,
     Skeleton,
+    TagSource,
     Traffic,
 )
 
@@ -91,7 +92,8 @@ def select_candidates(
         if reason is None and considered:
             reason = RefusalReason.ALREADY_CONSIDERED
         if reason is None and collective.traffic is Traffic.OTHER:
-            unknown = skeleton.tagged and collective.tag is None
+            tag = collective.tag
+            unknown = tag.source is TagSource.UNTOLD if tag is not None else skeleton.tagged
             reason = RefusalReason.NOT_TAGGED if unknown else RefusalReason.NOT_PARAMETER_TRAFFIC
         copies = collective.key is not None and collective.key.needs_copies
         if reason is None and copies and collective.has_symbolic_size:

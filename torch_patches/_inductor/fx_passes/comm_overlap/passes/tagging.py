@@ -3,8 +3,8 @@
     parameter input -> cast/view/pad/quantise ... -> all-gather -> wait -> cast/view ...
     reduce-scatter or all-reduce -> wait -> cast/view/scale/add ... -> gradient of a parameter
 
-Only the joint graph shows all of it: in the backward graph a saved activation that is gathered looks
-like a parameter.  Every collective gets a tag; ``Traffic.OTHER`` says that it was looked at and
+Only the joint graph shows all of it: in the backward graph a saved activation that is gathered
+looks like a parameter.  Every collective gets a tag; ``Traffic.OTHER`` says that it was looked at and
 carries neither.  Tags are metadata of a collective's start, its waits and what only passes their
 result on, so partition, recomputation and copies keep them.  A forward or backward graph whose
 placeholders kept their descriptors can be tagged too.
@@ -32,6 +32,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     COLLECTIVE_NAMESPACES,
     op_name,
     op_namespace,
+    reads_only_shape,
     tensors_of,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK, tag_of
@@ -44,12 +45,15 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     CollectiveTag,
     InputKind,
     RecordedInput,
+    TagSource,
     Traffic,
 )
 
 #: Reductions that compute the scale of a quantised parameter.
 _SCALE_OPS = frozenset({"amax", "amin", "aminmax", "max", "min", "norm", "linalg_vector_norm"})
 _CREATION_OPS = frozenset({"full", "zeros", "ones", "empty", "scalar_tensor", "arange"})
+#: Rearrangements of one tensor beyond those that structure alone is trusted with.
+_REARRANGEMENTS = frozenset({"copy", "slice_scatter", "stack", "flip", "roll", "tril", "triu"})
 
 
 def tag_graph(graph: fx.Graph, recorded: Sequence[RecordedInput] = ()) -> int:
@@ -78,6 +82,9 @@ def plan_tags(
 ) -> dict[fx.Node, CollectiveTag]:
     """Tags of all collectives and their chains; empty where no input has a descriptor.
 
+    An inner graph of a compile (of a higher-order op) has none, while Dynamo's records tell of the
+    outer graph: its collectives are tagged as untold, and left alone.
+
     Args:
         graph: a joint graph, or a forward, backward or inference graph with descriptors.
         recorded: what Dynamo knew of the inputs, by the index that descriptors use.
@@ -90,9 +97,10 @@ def plan_tags(
     starts = {n: kind for n in graph.nodes if (kind := collective_kind(n)) is not None}
     facts = read_facts(graph, recorded) if starts else None
     if facts is None:
-        return {}
+        untold = CollectiveTag(Traffic.OTHER, TagSource.UNTOLD)
+        return dict.fromkeys(starts, untold) if recorded else {}
     origins = _find_origins(graph, facts)
-    gradients = _find_gradients(graph, facts)
+    gradients = _find_gradients(graph, facts, origins)
     waits_of = waits_by_start(graph)
     tags: dict[fx.Node, CollectiveTag] = {}
     for start, kind in starts.items():
@@ -108,7 +116,7 @@ def plan_tags(
         if fact is None:
             tag = CollectiveTag(Traffic.OTHER, facts.source)
         else:
-            tag = CollectiveTag(traffic, fact.source, fact.name, fact.index)
+            tag = CollectiveTag(traffic, fact.source, fact.name, fact.index, fact.place)
         tags.update(dict.fromkeys((start, *waits, *chain), tag))
     return tags
 
@@ -142,21 +150,24 @@ def _origin(node: fx.Node, facts: Facts, origins: Mapping[fx.Node, _Origin]) -> 
     if node.op != "call_function":
         return None
     inputs = [n for n in node.all_input_nodes if _is_tensor(n)]
+    if reads_only_shape(node):
+        return _NEUTRAL
     if not inputs:
         return _NEUTRAL if _is_aten(node) and op_name(node.target) in _CREATION_OPS else None
     found = {id(o): o for o in (origins[n] for n in inputs) if not isinstance(o, _Neutral)}
     if len(found) != 1:
-        return _NEUTRAL if not found and _prepares(node, inputs) else None
+        return _NEUTRAL if not found and _prepares(node) else None
     origin = next(iter(found.values()))
     if not isinstance(origin, fx.Node):
         return None
     known = facts.inputs[origin].kind is InputKind.PARAMETER
-    allowed = passes_through(node) or (known and _prepares(node, inputs))
+    allowed = passes_through(node) or (known and _prepares(node))
     return origin if allowed else None
 
 
-def _prepares(node: fx.Node, inputs: Sequence[fx.Node]) -> bool:
-    """Element by element, a reduction to a scale, or a quantisation: no matrix product."""
+def _prepares(node: fx.Node) -> bool:
+    """Element by element, a rearrangement, a reduction to a scale, or a quantisation (somebody's
+    op over one parameter): no matrix product."""
     if passes_through(node):
         return True
     target = node.target
@@ -165,9 +176,9 @@ def _prepares(node: fx.Node, inputs: Sequence[fx.Node]) -> bool:
     if torch.Tag.nondeterministic_seeded in target.tags:
         return False
     if _is_aten(node):
-        return torch.Tag.pointwise in target.tags or op_name(target) in _SCALE_OPS
-    # Somebody's quantisation: a function of this one tensor.
-    return op_namespace(target) not in COLLECTIVE_NAMESPACES and len(inputs) == 1
+        name = op_name(target)
+        return torch.Tag.pointwise in target.tags or name in _SCALE_OPS or name in _REARRANGEMENTS
+    return op_namespace(target) not in COLLECTIVE_NAMESPACES
 
 
 def _is_aten(node: fx.Node) -> bool:
@@ -199,12 +210,14 @@ def _same_origin(start: fx.Node, origins: Mapping[fx.Node, _Origin]) -> list[fx.
 # -- gradients ------------------------------------------------------------------------------------
 
 
-def _find_gradients(graph: fx.Graph, facts: Facts) -> dict[fx.Node, Fact | None]:
+def _find_gradients(
+    graph: fx.Graph, facts: Facts, origins: Mapping[fx.Node, _Origin]
+) -> dict[fx.Node, Fact | None]:
     """The parameter for whose gradient alone a node is computed; None if it has another use."""
     places = _output_places(facts.outputs)
     gradients: dict[fx.Node, Fact | None] = {}
     for node in reversed(graph.nodes):
-        gradients[node] = _gradient(node, places.get(node, ()), facts, gradients)
+        gradients[node] = _gradient(node, places.get(node, ()), facts, gradients, origins)
     return gradients
 
 
@@ -221,6 +234,7 @@ def _gradient(
     places: Sequence[int],
     facts: Facts,
     gradients: Mapping[fx.Node, Fact | None],
+    origins: Mapping[fx.Node, _Origin],
 ) -> Fact | None:
     found: Fact | None = None
     for place in places:
@@ -229,13 +243,22 @@ def _gradient(
             return None
         found = found or fact
     for user in node.users:
-        if user.op == "output":
+        if user.op == "output" or reads_only_shape(user):
             continue
-        fact = gradients[user] if finishes_gradient(user) else None
+        fact = gradients[user] if _finishes(user, node, origins) else None
         if fact is None:
             return None
         found = found or fact
     return found
+
+
+def _finishes(node: fx.Node, gradient: fx.Node, origins: Mapping[fx.Node, _Origin]) -> bool:
+    """May stand between a gradient's reduction and the output: also the way back through what
+    prepared the parameter, element by element and with nothing but parameters and constants."""
+    if finishes_gradient(node):
+        return True
+    others = [n for n in node.all_input_nodes if _is_tensor(n) and n is not gradient]
+    return _is_aten(node) and _prepares(node) and all(origins[n] is not None for n in others)
 
 
 def _reduced(
