@@ -157,8 +157,9 @@ FLAGS: tuple[Flag, ...] = (
         "or None for an estimate",
         doc="MB (2**20 bytes) that one bucket may hold. A list is by bucket index, its last value "
         "repeating. None: the size that saturates the group's network or, where that is more, the "
-        "largest single collective of the bucket's key, up to 500 MB. Where it is None or one "
-        "number, the first bucket of DDP's all-reduces holds at most 1 MB, to start early.",
+        "largest single collective of the bucket's key, up to 500 MB; for DDP's all-reduces 25 MB. "
+        "Where it is None or one number, the first bucket of those holds at most 1 MB, to start "
+        "early.",
     ),
     Flag(
         name="primary_fsdp_group_only",

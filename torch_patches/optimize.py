@@ -43,7 +43,7 @@ def optimize_graph(
         bucket_cap_mb: MB (2**20 bytes) a bucket may hold; a list is by bucket index, the last value
             repeating; a function maps the bucket index to MB; None takes the largest single
             collective of the same kind, group and dtype (at most 500 MB), or what saturates the
-            group's network, whichever is larger.
+            group's network, whichever is larger, and 25 MB for DDP's all-reduces.
         max_topo_span: largest distance, in working nodes, between a bucket's first and last
             member; None for no bound.
         primary_fsdp_group_only: leave out the collectives of minority FSDP groups.

@@ -156,6 +156,21 @@ def test_parallel_dependencies_of_a_set_are_listed_once() -> None:
     assert graph.predecessors("c") == ["a"]
 
 
+def test_neighbours_may_be_limited_and_all_members_walked_are_counted() -> None:
+    """a -> b, c -> d, ... with {b, d, ...}: 50 members of one edge each."""
+    count = 50
+    graph = AugmentedGraph(range(2 * count), [(i, i + 1) for i in range(0, 2 * count, 2)])
+    assert graph.merge_all(range(1, 2 * count, 2))
+    every = list(range(0, 2 * count, 2))
+    for limit, most in ((None, 2 * count), (8, 8), (0, 0)):
+        before = graph.operations
+        found = graph.predecessors(1, limit)
+        assert graph.operations - before == most
+        assert found == every if limit is None else set(found) <= set(every)
+        assert len(found) == (count if limit is None else limit // 2)
+    assert graph.successors(0, 8) == [1]
+
+
 # Extra dependencies
 
 

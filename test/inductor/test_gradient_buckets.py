@@ -10,6 +10,7 @@ import torch.fx as fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import peak_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK
@@ -100,6 +101,31 @@ class TestFirstBucket:
         _, reasons = self._plan([0.5, 0.5, 0.5], bucket_cap_mb=0.25)
         assert reasons == [RefusalReason.BYTE_CAP, RefusalReason.BYTE_CAP, RefusalReason.LEFT_OVER]
 
+    def test_without_a_cap_all_reduces_are_bucketed_by_25_mb(self):
+        """Whatever the largest one is, and whatever saturates: as in torch's DDP."""
+        sizes, reasons = self._plan([2, 500, *[8] * 7, 32, 20, 5, 0.5])
+        assert sizes == [3, 3, 2]
+        assert reasons == [
+            RefusalReason.FIRST_BUCKET,
+            RefusalReason.BYTE_CAP,
+            RefusalReason.BYTE_CAP,
+            RefusalReason.BYTE_CAP,
+            RefusalReason.LEFT_OVER,
+        ]
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_the_default_cap_leaves_the_peak_of_ddp_alone(self, form):
+        """One embedding of 500 MiB and 30 gradients of 32 MiB, each divided afterwards."""
+        b = GraphBuilder()
+        x, outputs = b.placeholder(1, 64), []
+        for mib in (0.5, 500, *[32] * 30):
+            gradient = b.call(aten.mm, b.placeholder(int(mib * MIB_ELEMENTS / 64), 1), x)
+            outputs.append(b.call(aten.div.Tensor, b.reduce_and_wait(gradient, "sum", "dp"), 4))
+        gm = b.output(*outputs)
+        before = peak_bytes(gm.graph, True).peak_bytes
+        optimize_graph(gm, Options("topo_span", bucket_mode=form))
+        assert peak_bytes(gm.graph, True).peak_bytes <= 1.02 * before
+
     def test_scatters_and_gathers_have_no_small_first_bucket(self):
         b = GraphBuilder()
         xs = [b.placeholder(MIB_ELEMENTS) for _ in range(4)]
@@ -126,7 +152,7 @@ class TestFirstBucket:
         assert [len(x.members) for x in report.buckets] == [30]
 
     def test_captured_ddp_graph_of_a_wide_model(self):
-        """The same graph as if its model were 16 times as large: 13 MiB, so the first bucket ends."""
+        """The same graph as if its model were 16 times as large, 13 MiB: the first bucket ends."""
         gm = load_captured(DATA / "llama_3l_ddp8.json.gz").graphs["bw"]
         skeleton = collect(gm.graph)
         wide = [dataclasses.replace(c, size_bytes=16 * c.size_bytes) for c in skeleton.collectives]
@@ -245,7 +271,7 @@ class TestReplicas:
     def test_compute_between_scatter_and_all_reduce_is_no_chain(self):
         b = GraphBuilder()
         shards = [b.scatter_and_wait(b.placeholder(8), "sum", 2, "shard") for _ in range(2)]
-        waits = [b.reduce_and_wait(b.call(aten.neg, s), "sum", "replicate") for s in shards]
+        waits = [b.reduce_and_wait(b.call(aten.cumsum, s, 0), "sum", "replicate") for s in shards]
         skeleton = collect(b.output(*waits).graph)
         assert [c.feeder for c in skeleton.collectives] == [None] * 4
 

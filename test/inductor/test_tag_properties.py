@@ -94,9 +94,9 @@ def _check_members(bucket: Bucket) -> None:
 
 
 def _check_payload_order(bucket: Bucket) -> None:
-    """That of registration, whatever the order of use."""
+    """That of the graph's inputs, whatever the order of use."""
     tags = [tag_of(bucket.members[place].start) for place in bucket.payload_order]
-    indices = [tag.index for tag in tags if tag is not None and tag.index is not None]
+    indices = [tag.place for tag in tags if tag is not None and tag.place is not None]
     if len(indices) == len(tags):
         assert indices == sorted(indices)
 
@@ -115,7 +115,7 @@ def test_generated_graphs_can_break_these_rules() -> None:
             tags = [tag_of(start) for start in starts]
             broken_members += any(t is None or t.traffic is Traffic.OTHER for t in tags)
             in_order = [
-                t.index for i in bucket.payload_order if (t := tags[i]) and t.index is not None
+                t.place for i in bucket.payload_order if (t := tags[i]) and t.place is not None
             ]
             broken_orders += in_order != sorted(in_order)
     assert members > 40

@@ -99,7 +99,7 @@ class TestByteCap:
 
 
 class TestDefaultCap:
-    """Without a cap: what saturates the network, or the largest collective of the key up to 500 MiB."""
+    """Without a cap: what saturates the network, or the largest of the key up to 500 MiB."""
 
     def _sizes(self, *mib, group_size=2):
         b = GraphBuilder()

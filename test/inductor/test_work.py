@@ -1,13 +1,22 @@
 """Work is near-linear, and equal on ranks that differ only in names, views and hash seeds."""
 
+import dataclasses
 import subprocess
 import sys
 import textwrap
 
 import pytest
+import torch
 
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
+from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import (
+    greedy_buckets,
+    plan_topo_span,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, Options
+from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.synthetic import training_graph
 
 
@@ -20,6 +29,71 @@ def test_operations_grow_linearly(form):
     small = operations(12)
     assert small > 0
     assert operations(24) <= 2 * small * 1.1
+
+
+UNBOUND = Options("topo_span", max_topo_span=None, bucket_cap_mb=100.0)
+
+
+@pytest.mark.parametrize("form", ["default", "coalesced"])
+def test_operations_grow_linearly_where_large_buckets_are_chained(form):
+    """x_i -> AR of one group -> W -> AR of another -> W: each of these looks back at a set."""
+
+    def operations(count):
+        b = GraphBuilder()
+        inner = [b.reduce_and_wait(b.placeholder(4), "sum", "a") for _ in range(count)]
+        gm = b.output(*[b.reduce_and_wait(x, "sum", "b") for x in inner])
+        skeleton = collect(gm.graph)
+        options = dataclasses.replace(UNBOUND, bucket_mode=form)
+        plan = plan_topo_span(skeleton, contract(gm.graph, skeleton), options)
+        assert [len(bucket.members) for bucket in plan.buckets] == [count, count]
+        return plan.operations
+
+    assert operations(400) <= 4 * operations(100) * 1.1
+
+
+def test_a_node_with_many_inputs_costs_its_users_little():
+    """x_i -> AR -> W -> cat -> count times AR -> W: each of the latter looks back at the cat."""
+
+    def operations(count):
+        b = GraphBuilder()
+        inputs = [b.reduce_and_wait(b.placeholder(4), "sum", "a") for _ in range(count)]
+        hub = b.call(torch.ops.aten.cat, inputs)
+        gm = b.output(*[b.reduce_and_wait(hub, "sum", "dp") for _ in range(count)])
+        skeleton = collect(gm.graph)
+        users = skeleton.collectives[count:]
+        return greedy_buckets(users, contract(gm.graph, skeleton), UNBOUND).operations
+
+    assert operations(400) <= 4 * operations(100) * 1.1
+
+
+class _Watched(Collective):
+    """Counts how often its fences are looked at."""
+
+    reads = 0
+
+    def __getattribute__(self, name):
+        if name == "wait_segment":
+            _Watched.reads += 1
+        return super().__getattribute__(name)
+
+
+def test_looks_at_fences_grow_linearly_on_a_dependent_chain():
+    """x -> AR -> W -> mm -> AR -> W -> mm -> ...: each bucket closes with one member."""
+
+    def reads(count):
+        b = GraphBuilder()
+        x = b.placeholder(4, 4)
+        for _ in range(count):
+            x = b.reduce_and_wait(b.call(torch.ops.aten.mm, x, x), "sum", "dp")
+        gm = b.output(x)
+        skeleton = collect(gm.graph)
+        watched = [_Watched(**vars(c)) for c in skeleton.collectives]
+        _Watched.reads = 0
+        plan = greedy_buckets(watched, contract(gm.graph, skeleton), UNBOUND)
+        assert plan.buckets == () and len(plan.refusals) == count
+        return _Watched.reads
+
+    assert reads(800) <= 2 * reads(400) * 1.2
 
 
 SCRIPT = """

@@ -143,7 +143,7 @@ def _row(collective: Collective, origins: _Origins) -> Row:
         traffic=collective.traffic.value,
         told_by=tag.source.value if tag else "structure",
         parameter=tag.parameter if tag else None,
-        parameter_index=collective.parameter_index,
+        parameter_index=collective.parameter_index if tag is None else tag.index,
         backward=collective.backward,
         made_from=tuple(origins.of(collective.start)) if is_other else (),
     )

@@ -45,7 +45,9 @@ def _metadata(graph: fx.Graph) -> Iterator[str]:
         if "desc" in node.meta:
             yield f'{place}.meta["desc"] = {node.meta["desc"]!r}'
         if (tag := tag_of(node)) is not None:
-            arguments = f"{tag.traffic}, {tag.source}, {tag.parameter!r}, {tag.index!r}"
+            arguments = (
+                f"{tag.traffic}, {tag.source}, {tag.parameter!r}, {tag.index!r}, {tag.place!r}"
+            )
             yield f'{place}.meta["{TAG_MARK}"] = CollectiveTag({arguments})'
 
 

@@ -85,7 +85,7 @@ class Context:
     def tag(self, start: fx.Node, traffic: Traffic, parameter: Parameter | None = None) -> None:
         """Notes what a collective carries."""
         name, index = (None, None) if parameter is None else (parameter.name, parameter.index)
-        self.tags[start] = CollectiveTag(traffic, TagSource.DESCRIPTORS, name, index)
+        self.tags[start] = CollectiveTag(traffic, TagSource.DESCRIPTORS, name, index, index)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.builder.call(op, *args, **kwargs)

@@ -29,8 +29,8 @@ def check_plan(skeleton: Skeleton, contracted: AugmentedGraph[fx.Node], plan: Pl
         contracted: a fresh contraction of the graph; it holds the accepted merges afterwards.
 
     Checked: members are known to the skeleton, in graph order, mergeable and in no other bucket;
-    equal kind, group, dtype, reduce op, device and phase; static sizes where copies need them; no barrier
-    between starts or waits; no cycle on the graph with all buckets contracted.
+    equal kind, group, dtype, reduce op, device and phase; static sizes where copies need them; no
+    barrier between starts or waits; no cycle on the graph with all buckets contracted.
     """
     known = {id(c) for c in skeleton.collectives}
     used: set[int] = set()

@@ -195,8 +195,8 @@ class Collective:
         tag: what the joint graph told, or None where none was seen.
         backward: it runs in the backward of a graph that may hold both passes; gathers repeated
             there never merge with those of the forward.
-        feeder: index of the collective whose result it passes on, only rearranged or scaled by a
-            number in between, or None.
+        feeder: index of the collective of the same traffic whose result it passes on, rearranged or
+            computed on element by element in between, or None.
         refusal: why it can never be a bucket member, or None.
         has_symbolic_size: some dimension is symbolic.
         parameter_index: the tag's place; without tags, place of the parameter among the graph's

@@ -49,7 +49,7 @@ def saturation_bytes(
 
 
 def default_cap_bytes(group_size: int | None, largest_bytes: int) -> int:
-    """Bytes that a bucket may hold where the user gave no cap.
+    """Bytes that a bucket of gathers or reduce-scatters may hold where the user gave no cap.
 
     At least what saturates the network.  Where a single collective of the key is larger, a bucket
     may be as large as that one, whose bytes the graph holds at once anyway: otherwise each large

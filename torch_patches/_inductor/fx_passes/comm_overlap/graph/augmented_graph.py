@@ -34,6 +34,7 @@ or is returned depends on hashes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -96,7 +97,7 @@ class AugmentedGraph(Generic[N]):
 
     @property
     def operations(self) -> int:
-        """Edges visited by searches plus places given in the order, so far; never goes back."""
+        """Edges and members visited plus places given in the order, so far; never goes back."""
         return self._visited + self._order.moves
 
     # Dependencies
@@ -138,13 +139,16 @@ class AugmentedGraph(Generic[N]):
             return False
         return self._separate(early, late) is None
 
-    def predecessors(self, node: N) -> list[N]:
-        """Representatives of the sets that `node`'s set needs directly, in original order."""
-        return self._adjacent(node, self._predecessors)
+    def predecessors(self, node: N, limit: int | None = None) -> list[N]:
+        """Representatives of the sets that `node`'s set needs directly, in original order.
 
-    def successors(self, node: N) -> list[N]:
-        """Representatives of the sets that need `node`'s set directly, in original order."""
-        return self._adjacent(node, self._successors)
+        O(members + edges), or O(`limit`): then some are left out of a set, or node, with more.
+        """
+        return self._adjacent(node, self._predecessors, limit)
+
+    def successors(self, node: N, limit: int | None = None) -> list[N]:
+        """Representatives of the sets that need `node`'s set directly; see `predecessors`."""
+        return self._adjacent(node, self._successors, limit)
 
     # Merge sets
 
@@ -210,7 +214,7 @@ class AugmentedGraph(Generic[N]):
         return self._order.label[self._set(node)]
 
     def has_cycle(self) -> bool:
-        """Kahn's algorithm on the contracted graph, without trust in the order; O(nodes + edges)."""
+        """Kahn's algorithm on the contracted graph, no trust in the order; O(nodes + edges)."""
         waits_for = {
             item: sum(
                 kinds > 0 for i in self._members[item] for kinds in self._predecessors[i].values()
@@ -302,14 +306,21 @@ class AugmentedGraph(Generic[N]):
     def _set(self, node: N) -> int:
         return self._set_of[self._ids[node]]
 
-    def _adjacent(self, node: N, edges: _Edges) -> list[N]:
-        found = {
-            self._first[self._set_of[other]]
-            for member in self._members[self._set(node)]
-            for other, kinds in edges[member].items()
-            if kinds
-        }
+    def _adjacent(self, node: N, edges: _Edges, limit: int | None) -> list[N]:
+        found: set[int] = set()
+        for other in itertools.islice(self._walk(self._members[self._set(node)], edges), limit):
+            self._visited += 1
+            if other is not None:
+                found.add(self._first[self._set_of[other]])
         return [self._nodes[i] for i in sorted(found)]
+
+    @staticmethod
+    def _walk(members: list[int], edges: _Edges) -> Iterator[int | None]:
+        """The other end of each edge, None for each member and each removed edge."""
+        for member in members:
+            yield None
+            for other, kinds in edges[member].items():
+                yield other if kinds else None
 
     def _connect(self, source: int, target: int, kind: int) -> bool:
         """Add an edge and repair the order; False, and no change, if it closes a cycle."""

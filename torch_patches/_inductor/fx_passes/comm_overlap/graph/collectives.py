@@ -128,7 +128,7 @@ def collect(graph: fx.Graph) -> Skeleton:
         for index, start in enumerate(starts)
     ]
     return Skeleton(
-        collectives=tuple(with_feeders(with_shared_sizes(collectives, traffic))),
+        collectives=tuple(with_feeders(with_shared_sizes(collectives))),
         barriers=_with_positions(effects, positions),
         positions=positions,
         idle=idle,

@@ -3,50 +3,109 @@
     gradient -> RS -> wait -> view -> div by 4 -> AR -> wait -> div by 2 -> output
 
 The all-reduce is *fed* by the reduce-scatter, and the ``div by 2`` is the *scaling* behind it.
-Both are found through views, in which ranks may differ; feeders also through casts and the
-padding and cutting of shards.
+Ranks differ in views and in the padding and cutting of shards.  So feeders, and whether there is a
+scaling, are found through all of it; which nodes one scaling can replace is found through views.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
 import torch.fx as fx
 
-from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import is_view, tensors_of
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    COLLECTIVE_NAMESPACES,
+    is_view,
+    op_name,
+    op_namespace,
+    reads_only_shape,
+    tensors_of,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import has_symbols
-from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import passes_through
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective
+from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import (
+    data_inputs,
+    passes_through,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, Traffic
 
 aten = torch.ops.aten
 _SCALINGS = (aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar)
+_RESIZING_VIEWS = frozenset({"expand", "select", "unfold", "as_strided", "diagonal"})
+
+#: Op and number of a scaling.
+_ScalingKind = tuple[object, str]
 
 
 def with_feeders(collectives: Sequence[Collective]) -> list[Collective]:
-    """The collectives with ``feeder`` filled in; linear in the nodes between them."""
-    index_of = {c.start: c.index for c in collectives}
-    found: dict[fx.Node, int | None] = {}
-    return [replace(c, feeder=_feeder(c.start, index_of, found)) for c in collectives]
+    """The collectives with ``feeder`` filled in; linear, see :func:`find_feeders`."""
+    feeders = find_feeders(collectives)
+    return [
+        replace(c, feeder=feeders[c.start].index) if c.start in feeders else c for c in collectives
+    ]
 
 
-def _feeder(
-    start: fx.Node, index_of: dict[fx.Node, int], found: dict[fx.Node, int | None]
-) -> int | None:
-    walked: list[fx.Node] = []
-    node: fx.Node | None = _only_tensor(start)
-    while node is not None and node not in found and node not in index_of:
-        walked.append(node)
-        node = _only_tensor(node) if passes_through(node) or is_scaling(node) else None
-    index = None if node is None else index_of.get(node, found.get(node))
-    found.update(dict.fromkeys(walked, index))
-    return index
+def find_feeders(collectives: Sequence[Collective]) -> dict[fx.Node, Collective]:
+    """For each start that passes a parameter or gradient on, the collective that it has it from.
+
+    In between it may be rearranged, cast, and computed on element by element (scaled, quantised,
+    accumulated into).  Linear in the nodes between.
+
+    Args:
+        collectives: in graph order.
+    """
+    by_start = {c.start: c for c in collectives}
+    found: dict[fx.Node, fx.Node | None] = {}
+    feeders: dict[fx.Node, Collective] = {}
+    for collective in collectives:
+        source = _feeding(collective.start, by_start.keys(), found)
+        before = None if source is None else by_start[source]
+        if before is None or collective.traffic is Traffic.OTHER:
+            continue
+        if before.traffic is collective.traffic:
+            feeders[collective.start] = before
+    return feeders
 
 
-def _only_tensor(node: fx.Node) -> fx.Node | None:
-    inputs = [n for n in node.all_input_nodes if any(True for _ in tensors_of(n.meta.get("val")))]
-    return inputs[0] if len(inputs) == 1 else None
+def _feeding(
+    start: fx.Node, starts: Set[fx.Node], found: dict[fx.Node, fx.Node | None]
+) -> fx.Node | None:
+    """``found``: for each node seen, the start that it is the result of, itself included."""
+    pending = data_inputs(start)
+    while pending:
+        node = pending[-1]
+        above = data_inputs(node) if node not in starts and _carries(node) else []
+        unseen = [n for n in above if n not in found]
+        pending.extend(unseen)
+        if not unseen:
+            found[pending.pop()] = node if node in starts else _common_source(node, above, found)
+    return _common_source(start, data_inputs(start), found)
+
+
+def _common_source(
+    node: fx.Node, inputs: Sequence[fx.Node], found: Mapping[fx.Node, fx.Node | None]
+) -> fx.Node | None:
+    """The source of all inputs.  Element by element, all have one size: then the first source."""
+    sources = dict.fromkeys(found[n] for n in inputs)
+    if not passes_through(node):
+        sources.pop(None, None)
+        return next(iter(sources), None)
+    return next(iter(sources)) if len(sources) == 1 else None
+
+
+def _carries(node: fx.Node) -> bool:
+    """May stand between two chained collectives."""
+    if op_name(node.target) in _RESIZING_VIEWS:
+        return False
+    if passes_through(node) or reads_only_shape(node):
+        return True
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    pointwise = torch.Tag.pointwise in target.tags
+    # an op of somebody else over one tensor: its quantisation
+    return pointwise or (op_namespace(target) != "aten" and len(data_inputs(node)) == 1)
 
 
 def is_scaling(node: fx.Node) -> bool:
@@ -57,10 +116,48 @@ def is_scaling(node: fx.Node) -> bool:
     return isinstance(source, fx.Node) and type(number) in (int, float)
 
 
+def are_scaled_alike(members: Sequence[Collective]) -> bool:
+    """Whether what is read of every member's result is scaled by the same op and number.
+
+    Equal on all ranks: shards may be cut, copied and joined between wait and scaling.
+    """
+    kinds = {_scaling_of(member) for member in members}
+    return len(kinds) == 1 and None not in kinds
+
+
+def _scaling_of(member: Collective) -> _ScalingKind | None:
+    """What scales the result of the member's only wait, in its dtype, wherever it is read."""
+    if len(member.waits) != 1 or member.has_symbolic_size:
+        return None
+    dtype = member.waits[0].meta["val"].dtype
+    kinds: set[_ScalingKind] = set()
+    pending, seen = [member.waits[0]], {member.waits[0]}
+    while pending:
+        for user in pending.pop().users:
+            if user in seen or reads_only_shape(user):
+                continue
+            seen.add(user)
+            if is_scaling(user) and _dtypes_of(user) == {dtype}:
+                kinds.add((user.target, repr(user.args[1])))
+            elif _rearranges(user) and _dtypes_of(user) == {dtype}:
+                pending.append(user)
+            else:
+                return None
+    return next(iter(kinds)) if len(kinds) == 1 else None
+
+
+def _rearranges(node: fx.Node) -> bool:
+    return passes_through(node) and op_namespace(node.target) not in COLLECTIVE_NAMESPACES
+
+
+def _dtypes_of(node: fx.Node) -> set[torch.dtype]:
+    return {tensor.dtype for tensor in tensors_of(node.meta.get("val"))}
+
+
 def common_scaling(members: Sequence[Collective]) -> tuple[fx.Node, ...]:
     """The scaling behind each member if all have one by the same op and number, else ().
 
-    Equal on all ranks: what lies between wait and scaling may differ, the scaling does not.
+    Only nodes that one scaling of the whole buffer can stand for, so ranks may differ in it.
     """
     scalings = [_scaling_behind(member) for member in members]
     kinds = {(s.target, repr(s.args[1])) for s in scalings if s is not None}

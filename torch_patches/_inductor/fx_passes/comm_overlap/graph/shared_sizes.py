@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch.fx as fx
 
-from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import TrafficFinder
+from torch_patches._inductor.fx_passes.comm_overlap.graph.links import find_feeders
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Collective,
     CollectiveKind,
@@ -27,34 +27,24 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
 
 
 def with_shared_sizes(
-    collectives: Sequence[Collective], traffic: TrafficFinder
+    collectives: Sequence[Collective],
 ) -> list[Collective]:
     """The collectives with the sizes of chained ones replaced; linear."""
-    by_start = {c.start: c for c in collectives}
+    feeders = find_feeders(collectives)
     sizes = {c.start: c.size_bytes for c in collectives}
     inner_done: set[fx.Node] = set()
     for link in collectives:  # reductions: what comes first is shared by all ranks
-        before = _previous(link, by_start, traffic)
+        before = feeders.get(link.start)
         if before is not None and link.traffic is Traffic.GRADIENT:
             sizes[link.start] = _scaled(sizes[before.start], before, link)
     for link in reversed(collectives):  # gathers: what comes last is
-        before = _previous(link, by_start, traffic)
+        before = feeders.get(link.start)
         if before is not None and link.traffic is Traffic.PARAMETER:
             size = _scaled(sizes[link.start], link, before)
             known = sizes[before.start] if before.start in inner_done else 0
             sizes[before.start] = max(size, known)
             inner_done.add(before.start)
     return [replace(c, size_bytes=sizes[c.start]) for c in collectives]
-
-
-def _previous(
-    link: Collective, by_start: dict[fx.Node, Collective], traffic: TrafficFinder
-) -> Collective | None:
-    """The collective of the same traffic whose result ``link`` passes on, or None."""
-    start = traffic.feeding(link.start)
-    before = by_start.get(start) if start is not None else None
-    same = before is not None and before.traffic is link.traffic
-    return before if same and link.traffic is not Traffic.OTHER else None
 
 
 def _scaled(size: int, whole: Collective, part: Collective) -> int:

@@ -5,8 +5,11 @@
 
 A collective on anything else (activations of tensor parallelism, expert routing) sits on the
 critical path; merging it would move compute.  Structure cannot tell a saved activation from a
-parameter; tags from the joint graph can (``passes/tagging.py``), and replace this judgement wherever
-they exist.
+parameter; tags from the joint graph can (``passes/tagging.py``), and replace this judgement
+wherever they exist.
+
+Ranks with less data than others have zeros in its place, shaped like something that is there:
+``new_zeros(chunk)``.  Neither does that read the chunk, nor do the zeros come from anywhere.
 """
 
 from __future__ import annotations
@@ -19,14 +22,15 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     is_view,
     op_name,
     op_namespace,
+    reads_only_shape,
     tensors_of,
     viewed_node,
     wrapped_node,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind, Traffic
 
-_RESIZING_VIEWS = frozenset({"expand", "select", "unfold", "as_strided", "diagonal"})
 _COPIES = frozenset({"clone", "contiguous", "constant_pad_nd", "cat", "split_with_sizes_copy"})
+_CREATIONS = frozenset({"empty", "empty_strided", "full", "ones", "zeros"})
 
 
 def passes_through(node: fx.Node) -> bool:
@@ -37,6 +41,31 @@ def passes_through(node: fx.Node) -> bool:
     if is_view(node) or is_cast(node):
         return True
     return op_namespace(target) in ("aten", "prims") and op_name(target) in _COPIES
+
+
+def makes_constant(node: fx.Node) -> bool:
+    """Its result holds the data of no other node: :func:`reads_only_shape`, ``zeros``, ..."""
+    created = op_namespace(node.target) == "aten" and op_name(node.target) in _CREATIONS
+    return created or reads_only_shape(node)
+
+
+def data_inputs(node: fx.Node) -> list[fx.Node]:
+    """Tensor inputs of a node without constants, padded or not; all of them if there is no other.
+
+    A rank without data passes zeros on where others pass their part: that must look the same.
+    """
+    inputs = [n for n in node.all_input_nodes if _is_tensor(n)]
+    if len(inputs) < 2:
+        return inputs
+    return [n for n in inputs if not _is_constant(n)] or inputs
+
+
+def _is_constant(node: fx.Node) -> bool:
+    while not makes_constant(node):
+        if not passes_through(node) or len(node.all_input_nodes) != 1:
+            return False
+        node = node.all_input_nodes[0]
+    return True
 
 
 def finishes_gradient(node: fx.Node) -> bool:
@@ -51,13 +80,15 @@ def finishes_gradient(node: fx.Node) -> bool:
     return name == "add"
 
 
-def _is_start(node: fx.Node) -> bool:
-    target = (wrapped_node(node) or node).target
-    return op_namespace(target) in COLLECTIVE_NAMESPACES and op_name(target) != "wait_tensor"
-
-
 def _is_tensor(node: fx.Node) -> bool:
     return next(tensors_of(node.meta.get("val")), None) is not None
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Users but the output that read a node's data; where there are none, those of its shape: on a
+    rank without data they stand for the readers that others have."""
+    readers = [user for user in node.users if not reads_only_shape(user)]
+    return [user for user in readers or node.users if user.op != "output"]
 
 
 def _places_in_output(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -78,12 +109,10 @@ class TrafficFinder:
     def __init__(self, graph: fx.Graph) -> None:
         self._origin: dict[fx.Node, fx.Node | None] = {}
         self._terminal: dict[fx.Node, bool] = {}
-        self._upstream: dict[fx.Node, fx.Node | None] = {}
         self._input_places = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
         self._output_places = _places_in_output(graph)
         for node in graph.nodes:
             self._origin[node] = self._find_origin(node)
-            self._upstream[node] = self._find_upstream(node)
         for node in reversed(graph.nodes):
             self._terminal[node] = self._ends_in_output(node)
             if self._terminal[node]:
@@ -91,7 +120,7 @@ class TrafficFinder:
 
     def _first_place(self, node: fx.Node) -> int:
         """The first output that a node leads to, if it leads to outputs only."""
-        places = [self._output_places[u] for u in node.users if u.op != "output"]
+        places = [self._output_places[user] for user in _readers(node)]
         if node in self._output_places:
             places.append(self._output_places[node])
         return min(places)
@@ -100,33 +129,16 @@ class TrafficFinder:
         """The one tensor placeholder that ``node`` is a rearrangement of, or None."""
         if node.op == "placeholder":
             return node if _is_tensor(node) else None
-        if node.op != "call_function" or not passes_through(node):
+        if node.op != "call_function" or not (passes_through(node) or reads_only_shape(node)):
             return None
-        inputs = [n for n in node.all_input_nodes if _is_tensor(n)]
-        origins = list(dict.fromkeys(self._origin[n] for n in inputs))
+        origins = list(dict.fromkeys(self._origin[n] for n in data_inputs(node)))
         return origins[0] if len(origins) == 1 else None
-
-    def _find_upstream(self, node: fx.Node) -> fx.Node | None:
-        """The nearest collective start of which ``node`` is a rearrangement, itself included."""
-        if node.op != "call_function" or not passes_through(node):
-            return None
-        if op_name(node.target) in _RESIZING_VIEWS:
-            return None
-        if _is_start(node):
-            return node
-        sources = {self._upstream[n] for n in node.all_input_nodes if _is_tensor(n)}
-        return next(iter(sources)) if len(sources) == 1 else None
 
     def _ends_in_output(self, node: fx.Node) -> bool:
         return bool(node.users) and all(
-            user.op == "output" or (finishes_gradient(user) and self._terminal[user])
-            for user in node.users
+            (finishes_gradient(user) or reads_only_shape(user)) and self._terminal[user]
+            for user in _readers(node)
         )
-
-    def feeding(self, start: fx.Node) -> fx.Node | None:
-        """The collective whose result ``start`` passes on, only rearranged in between, or None."""
-        sources = {self._upstream[n] for n in start.all_input_nodes if _is_tensor(n)}
-        return next(iter(sources)) if len(sources) == 1 else None
 
     def is_at_the_edge(self, node: fx.Node) -> bool:
         """Only rearranges an input of the graph, or only leads to outputs."""
@@ -140,7 +152,7 @@ class TrafficFinder:
         Gradients leave a graph in the order of its inputs, so both give one order.
         """
         if kind is CollectiveKind.ALL_GATHER:
-            origins = {self._origin[n] for n in start.all_input_nodes if _is_tensor(n)}
+            origins = {self._origin[n] for n in data_inputs(start)}
             origin = next(iter(origins)) if len(origins) == 1 else None
             return None if origin is None else self._input_places[origin]
         places = [self._output_places[w] for w in waits if self._terminal[w]]
@@ -149,7 +161,7 @@ class TrafficFinder:
     def of(self, start: fx.Node, kind: CollectiveKind, waits: tuple[fx.Node, ...]) -> Traffic:
         """Traffic of the collective that ``start`` launches."""
         if kind is CollectiveKind.ALL_GATHER:
-            payload = [n for n in start.all_input_nodes if _is_tensor(n)]
+            payload = data_inputs(start)
             derived = bool(payload) and all(self._origin[n] is not None for n in payload)
             return Traffic.PARAMETER if derived else Traffic.OTHER
         if kind in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE):

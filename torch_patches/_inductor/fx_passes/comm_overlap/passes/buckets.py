@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
-from torch_patches._inductor.fx_passes.comm_overlap.graph.links import common_scaling
+from torch_patches._inductor.fx_passes.comm_overlap.graph.links import are_scaled_alike
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Bucket,
     BucketKey,
@@ -59,7 +59,7 @@ def settle_form(
     free = form is MergeForm.COALESCED and options.bucket_mode is None
     if not free or members[0].kind is not CollectiveKind.ALL_REDUCE or len(members) < 2:
         return form
-    if not common_scaling(members):
+    if not are_scaled_alike(members):
         return form
     mark = contracted.checkpoint()
     if contracted.merge_all([wait for member in members for wait in member.waits]):
@@ -85,7 +85,11 @@ def make_bucket(members: Sequence[Collective], form: MergeForm, reason: CloseRea
 
 
 def payload_order(members: Sequence[Collective]) -> tuple[int, ...]:
-    """Order of the parameters among the graph's inputs where known for all, else graph order."""
+    """By the place of the parameter among the graph's inputs where known for all, else graph order.
+
+    That place follows registration order under AOT export and order of first use under Dynamo.  For
+    rank safety it is taken from the graph, never from this rank's Python objects.
+    """
     indices = [member.parameter_index for member in members]
     places = range(len(members))
     if any(index is None for index in indices):

@@ -1,18 +1,20 @@
 """Topo-span-bounded greedy bucketing.
 
 Collectives of one key (kind, group, dtype, reduce op, device) and one phase (forward or backward)
-are taken in graph order and need not be adjacent.  A bucket closes when the next member would exceed
-its byte cap, or when the members would stand further apart than ``max_topo_span`` working nodes: a
-merged gather holds everything it gathers from its first use on, and a merged reduction delays its
-first member to its last.
+are taken in graph order and need not be adjacent.  A bucket closes when the next member would
+exceed its byte cap, or when the members would stand further apart than ``max_topo_span`` working
+nodes: a merged gather holds everything it gathers from its first use on, and a merged reduction
+delays its first member to its last.
 
-Without a cap of the user's, a bucket may hold what saturates the group's network or, where that is
-more, as much as the largest collective of its key, up to 500 MiB: the graph holds the bytes of that
-one at once anyway.
+Without a cap of the user's, a bucket of gathers or reduce-scatters may hold what saturates the
+group's network or, where that is more, as much as the largest collective of its key, up to 500 MiB:
+the graph holds the bytes of that one at once anyway.
 
-Data-parallel all-reduces (DDP) start with a bucket of at most 1 MiB, so that communication starts
-early; a cap given bucket by bucket rules over that.  All-reduces over replicas of shards (HSDP) take
-the members of their reduce-scatters' buckets (``replicas.py``).
+Data-parallel all-reduces (DDP) are bounded as in torch's DDP: 25 MiB without a cap of the user's,
+since whole gradients live in a bucket until its last member is there; and the first bucket holds at
+most 1 MiB, so that communication starts early.  A larger all-reduce goes alone.  A cap given bucket
+by bucket rules over both.  All-reduces over replicas of shards (HSDP) take the members of their
+reduce-scatters' buckets (``replicas.py``).
 
 A candidate that depends on a member of the open bucket, or whose merge would close a cycle together
 with buckets accepted before, is put off to the next bucket instead of being dropped.
@@ -22,8 +24,10 @@ Positions are taken once, before any change; every rank with the same skeleton g
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch.fx as fx
 
@@ -58,12 +62,13 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Skeleton,
 )
 
-#: Bytes of the first bucket of data-parallel all-reduces, as in torch's DDP.
-FIRST_BUCKET_BYTES = MIB
+#: Bytes of the first bucket of data-parallel all-reduces, and of each one where there is no cap, as
+#: in torch's DDP.
+FIRST_BUCKET_BYTES, ALL_REDUCE_BYTES = MIB, 25 * MIB
 #: Candidates that one bucket may put off before it closes; bounds the work on dependent chains.
 MAX_DEFERRALS = 64
-#: Nodes that the quick look for a dependency expands.
-_LOOK_BACK = 8
+#: Nodes that the quick look for a dependency expands, and edges of each that it follows.
+_LOOK_BACK, _LOOK_WIDE = 8, 16
 
 
 def plan_topo_span(
@@ -109,7 +114,7 @@ def greedy_buckets(
     for candidate in candidates:
         if candidate.key is not None:
             by_key.setdefault((candidate.key, candidate.backward), []).append(candidate)
-    before, visited = contracted.operations, 0
+    before = contracted.operations
     buckets: list[Bucket] = []
     reasons = list(refusals)
     for (key, _), members in by_key.items():
@@ -120,17 +125,19 @@ def greedy_buckets(
         run.take_all()
         buckets.extend(run.buckets)
         reasons.extend(run.refusals)
-        visited += run.visited
     buckets.sort(key=lambda b: b.members[0].index)
-    return Plan(tuple(buckets), tuple(reasons), contracted.operations - before + visited)
+    return Plan(tuple(buckets), tuple(reasons), contracted.operations - before)
 
 
 def cap_bytes(cap: BucketCap, bucket_index: int, key: BucketKey, largest_bytes: int) -> int:
     """Bytes that the bucket with this index within its key may hold.
 
     Args:
-        largest_bytes: size of the key's largest candidate, which counts where there is no cap.
+        largest_bytes: size of the key's largest candidate, which counts where there is no cap and
+            the key is not one of all-reduces.
     """
+    if cap is None and key.kind is CollectiveKind.ALL_REDUCE:
+        return ALL_REDUCE_BYTES
     if cap is None:
         return default_cap_bytes(key.group_size, largest_bytes)
     if callable(cap):
@@ -159,7 +166,11 @@ class _KeyRun:
     small_first: bool = False
     buckets: list[Bucket] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
-    visited: int = 0
+
+    @cached_property
+    def _fences(self) -> Counter[tuple[int, int | None]]:
+        """How many candidates stand between the same side effects."""
+        return Counter((c.segment, c.wait_segment) for c in self.candidates)
 
     @property
     def form(self) -> MergeForm:
@@ -227,14 +238,14 @@ class _KeyRun:
     def _depends_on(self, candidate: Collective, blockers: set[fx.Node]) -> bool:
         """A short look upwards that finds most dependencies without a search of the whole range.
 
-        No hit proves nothing; the merge itself is exact.
+        No hit proves nothing; the merge itself is exact.  Of a large bucket, or a node with many
+        inputs, it sees a few edges only: many candidates may hang on one of these.
         """
         pending = [candidate.start]
         for _ in range(_LOOK_BACK):
             if not pending:
                 break
-            for before in self.contracted.predecessors(pending.pop()):
-                self.visited += 1
+            for before in self.contracted.predecessors(pending.pop(), _LOOK_WIDE):
                 if before in blockers:
                     return True
                 pending.append(before)
@@ -254,5 +265,4 @@ class _KeyRun:
 
     def _is_fenced_off(self, single: Collective) -> bool:
         """No other candidate of the key stands between the same side effects."""
-        fences = (single.segment, single.wait_segment)
-        return [(c.segment, c.wait_segment) for c in self.candidates].count(fences) == 1
+        return self._fences[single.segment, single.wait_segment] == 1
