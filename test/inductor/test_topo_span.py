@@ -13,6 +13,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.saturation import (
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
 from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import (
+    Merger,
     make_bucket,
     payload_order,
 )
@@ -253,7 +254,7 @@ class TestKeys:
 class TestDependencies:
     def _greedy(self, gm):
         skeleton = collect(gm.graph)
-        return greedy_buckets(skeleton.collectives, contract(gm.graph, skeleton), Options())
+        return greedy_buckets(skeleton.collectives, Merger(contract(gm.graph, skeleton)), Options())
 
     def test_dependent_candidate_goes_to_the_next_bucket(self):
         """a0 -> a1,  b0 -> b1 (each gather depends on the one before it)"""

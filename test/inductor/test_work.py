@@ -10,6 +10,7 @@ import torch
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
+from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import Merger
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import (
     greedy_buckets,
     plan_topo_span,
@@ -61,7 +62,7 @@ def test_a_node_with_many_inputs_costs_its_users_little():
         gm = b.output(*[b.reduce_and_wait(hub, "sum", "dp") for _ in range(count)])
         skeleton = collect(gm.graph)
         users = skeleton.collectives[count:]
-        return greedy_buckets(users, contract(gm.graph, skeleton), UNBOUND).operations
+        return greedy_buckets(users, Merger(contract(gm.graph, skeleton)), UNBOUND).operations
 
     assert operations(400) <= 4 * operations(100) * 1.1
 
@@ -89,7 +90,7 @@ def test_looks_at_fences_grow_linearly_on_a_dependent_chain():
         skeleton = collect(gm.graph)
         watched = [_Watched(**vars(c)) for c in skeleton.collectives]
         _Watched.reads = 0
-        plan = greedy_buckets(watched, contract(gm.graph, skeleton), UNBOUND)
+        plan = greedy_buckets(watched, Merger(contract(gm.graph, skeleton)), UNBOUND)
         assert plan.buckets == () and len(plan.refusals) == count
         return _Watched.reads
 

@@ -30,8 +30,11 @@ def check_plan(skeleton: Skeleton, contracted: AugmentedGraph[fx.Node], plan: Pl
 
     Checked: members are known to the skeleton, in graph order, mergeable and in no other bucket;
     equal kind, group, dtype, reduce op, device and phase; static sizes where copies need them; no
-    barrier between starts or waits; no cycle on the graph with all buckets contracted.
+    barrier between starts or waits; no cycle on the graph with all buckets contracted and the
+    plan's dependencies added, which are dropped one by one where they close a cycle by themselves.
     """
+    kept = tuple(p for p in plan.dependencies if contracted.add_dependency(*p))
+    plan = replace(plan, dependencies=kept)
     known = {id(c) for c in skeleton.collectives}
     used: set[int] = set()
     accepted: list[Bucket] = []

@@ -70,6 +70,7 @@ class RefusalReason(enum.Enum):
     FIRST_BUCKET = "it fills the small first bucket of all-reduces, so that they start early"
     SPAN_CAP = "the next member would exceed max_topo_span"
     DEPENDENCY = "it depends on a member of the bucket, or merging would close a cycle"
+    HIDING = "merging it would take compute that hides it, or one in between, away from it"
     BARRIER = "a side effect lies between it and the bucket"
     CHECK_FAILED = "the plan did not pass the legality check"
 
@@ -278,6 +279,14 @@ class Refusal:
     detail: str = ""
 
 
+@dataclass(frozen=True, eq=False)
+class HidingInterval:
+    """Compute that runs while a collective does, between its start and its first wait."""
+
+    collective: Collective
+    nodes: tuple[fx.Node, ...]
+
+
 class CloseReason(enum.Enum):
     """Why a bucket took no further member."""
 
@@ -321,11 +330,20 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a pass decided.  ``operations`` counts the work spent deciding."""
+    """What a pass decided.
+
+    Args:
+        buckets: what is merged.
+        refusals: what is not, and why.
+        operations: counted work spent deciding.
+        dependencies: (before, after) pairs that must hold in the result, beyond those of the graph:
+            what keeps compute between the starts and waits that it hides.
+    """
 
     buckets: tuple[Bucket, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     operations: int = 0
+    dependencies: tuple[tuple[fx.Node, fx.Node], ...] = ()
 
 
 BucketCap = float | tuple[float, ...] | Callable[[int], float] | None

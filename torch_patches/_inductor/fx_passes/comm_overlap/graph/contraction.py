@@ -10,22 +10,29 @@ is a few percent of a real graph, and the edges are linear in it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
 from torch_patches._inductor.fx_passes.comm_overlap.plan import BarrierKind, Skeleton
 
 
-def contract(graph: fx.Graph, skeleton: Skeleton) -> AugmentedGraph[fx.Node]:
+def contract(
+    graph: fx.Graph, skeleton: Skeleton, also: Iterable[fx.Node] = ()
+) -> AugmentedGraph[fx.Node]:
     """Builds the contracted graph of ``graph``; linear in its nodes and edges.
 
     Two kept nodes are connected in the result exactly if they are connected in ``graph`` by data,
     by ``skeleton.order_dependencies`` or across a barrier.
+
+    Args:
+        also: further nodes to keep, such as compute that hides collectives.
     """
     order_before: dict[fx.Node, list[fx.Node]] = {}
     for before, after in skeleton.order_dependencies:
         order_before.setdefault(after, []).append(before)
-    kept = _kept_nodes(skeleton)
+    kept = _kept_nodes(skeleton) | set(also)
     useful = _nodes_reaching(graph, kept)
     return _build(graph, kept, useful, order_before, _fences(skeleton))
 

@@ -53,10 +53,11 @@ def apply_plan(graph: fx.Graph, skeleton: Skeleton, plan: Plan) -> None:
         CycleError: the buckets close a cycle (the graph is then half rewritten).
     """
     numbers = number_nodes(graph)
-    precedence = Precedence(skeleton.order_dependencies)
+    pairs = (*skeleton.order_dependencies, *plan.dependencies)
+    precedence = Precedence(pairs)
     slots = [choose_slot(bucket, numbers, precedence, skeleton.idle) for bucket in plan.buckets]
     placement = Placement(numbers)
-    emitter = Emitter(graph, {node for pair in skeleton.order_dependencies for node in pair})
+    emitter = Emitter(graph, {node for pair in pairs for node in pair})
     merged: list[Merged] = []
     renamed: dict[fx.Node, fx.Node] = {}
     for index, (bucket, slot) in enumerate(zip(plan.buckets, slots, strict=True)):
@@ -68,7 +69,7 @@ def apply_plan(graph: fx.Graph, skeleton: Skeleton, plan: Plan) -> None:
             placement.place_like(new, old)
         renamed.update(result.replaced)
         merged.append(result)
-    precedence = Precedence(_carried_over(skeleton.order_dependencies, renamed, merged))
+    precedence = Precedence(_carried_over(pairs, renamed, merged))
     for result in merged:
         for node in result.start_nodes:
             placement.hoist_inputs(node, precedence)

@@ -16,6 +16,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     CollectiveKind,
     MergeForm,
     Options,
+    RefusalReason,
 )
 
 
@@ -31,17 +32,34 @@ def choose_form(options: Options, key: BucketKey) -> MergeForm:
     return MergeForm.COPY if copies else MergeForm.COALESCED
 
 
-def merge_members(
-    contracted: AugmentedGraph[fx.Node], first: Collective, other: Collective, form: MergeForm
-) -> bool:
-    """Merges starts with starts and, in the copying form, waits with waits; all or nothing."""
-    mark = contracted.checkpoint()
-    merged = contracted.merge(first.start, other.start)
-    if merged and form is MergeForm.COPY:
-        merged = contracted.merge_all([*first.waits, *other.waits])
-    if not merged:
-        contracted.rollback(mark)
-    return merged
+class Merger:
+    """Merges collectives in a contracted graph, two at a time.
+
+    Strategies that must keep more than the graph's dependencies refine it.
+    """
+
+    def __init__(self, contracted: AugmentedGraph[fx.Node]) -> None:
+        self.contracted = contracted
+        #: Index of a collective -> why its last merge was refused, where dependencies were not why.
+        self.why: dict[int, RefusalReason] = {}
+
+    def needs(self, node: fx.Node, limit: int) -> Sequence[fx.Node]:
+        """Direct predecessors, for a quick look for dependencies; may leave some out."""
+        return self.contracted.predecessors(node, limit)
+
+    def can_merge(self, first: Collective, other: Collective) -> bool:
+        """Whether their starts could be merged; changes nothing."""
+        return self.contracted.can_merge(first.start, other.start)
+
+    def merge(self, first: Collective, other: Collective, form: MergeForm) -> bool:
+        """Merges starts with starts and, in the copying form, waits with waits; all or nothing."""
+        mark = self.contracted.checkpoint()
+        merged = self.contracted.merge(first.start, other.start)
+        if merged and form is MergeForm.COPY:
+            merged = self.contracted.merge_all([*first.waits, *other.waits])
+        if not merged:
+            self.contracted.rollback(mark)
+        return merged
 
 
 def settle_form(

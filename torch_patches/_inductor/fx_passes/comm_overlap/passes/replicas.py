@@ -13,14 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch.fx as fx
-
-from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
 from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import (
+    Merger,
     choose_form,
     make_bucket,
     merge_key,
-    merge_members,
     settle_form,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
@@ -59,20 +56,20 @@ def follow_scatters(
     scatters: Sequence[Bucket],
     replicas: Sequence[Collective],
     scatter_of: Mapping[int, int],
-    contracted: AugmentedGraph[fx.Node],
+    merger: Merger,
     options: Options,
 ) -> tuple[Plan, list[Collective]]:
     """Buckets the replicas of each bucket's members, where legal.
 
     Args:
-        scatters: buckets decided so far; merged in ``contracted``.
+        scatters: buckets decided so far; merged by ``merger``.
         replicas: all-reduces that may be merged.
         scatter_of: see :func:`scatters_of_replicas`.
 
     Returns:
         The buckets and refusals; and the replicas whose reduce-scatter is in no bucket.
     """
-    before = contracted.operations
+    before = merger.contracted.operations
     of_scatter: dict[int, list[Collective]] = {}
     count: dict[tuple[BucketKey | None, bool], int] = {}
     for replica in replicas:
@@ -86,18 +83,18 @@ def follow_scatters(
             for replica in of_scatter.pop(member.index, ()):
                 groups.setdefault(merge_key(replica), []).append(replica)
         for key, group in groups.items():
-            bucket, refused = _bucket_behind(leader, group, contracted, options)
+            bucket, refused = _bucket_behind(leader, group, merger, options)
             buckets.extend(bucket)
             lone = RefusalReason.ALONE_IN_KEY if count[key] == 1 else None
             refusals.extend(Refusal((c.start.name,), lone or why) for c, why in refused)
     apart = sorted((c for left in of_scatter.values() for c in left), key=lambda c: c.index)
-    return Plan(tuple(buckets), tuple(refusals), contracted.operations - before), apart
+    return Plan(tuple(buckets), tuple(refusals), merger.contracted.operations - before), apart
 
 
 def _bucket_behind(
     leader: Bucket,
     group: Sequence[Collective],
-    contracted: AugmentedGraph[fx.Node],
+    merger: Merger,
     options: Options,
 ) -> tuple[list[Bucket], list[tuple[Collective, RefusalReason]]]:
     """One bucket of ``group`` at most, and what could not join it."""
@@ -109,11 +106,11 @@ def _bucket_behind(
     for other in group[1:]:
         if (other.segment, other.wait_segment) != (first.segment, first.wait_segment):
             refused.append((other, RefusalReason.BARRIER))
-        elif merge_members(contracted, first, other, form):
+        elif merger.merge(first, other, form):
             members.append(other)
         else:
             refused.append((other, RefusalReason.DEPENDENCY))
     if len(members) == 1:
         return [], [(first, refused[0][1] if refused else RefusalReason.LEFT_OVER), *refused]
-    form = settle_form(contracted, members, form, options)
+    form = settle_form(merger.contracted, members, form, options)
     return [make_bucket(members, form, leader.close_reason)], refused

@@ -37,9 +37,9 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.saturation import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
 from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import (
+    Merger,
     choose_form,
     make_bucket,
-    merge_members,
     settle_form,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.candidates import select_candidates
@@ -82,13 +82,18 @@ def plan_topo_span(
     Near-linear: each candidate is looked at by at most ``MAX_DEFERRALS`` + 1 buckets, and a merge
     searches only between the places it joins.
     """
+    return plan_greedily(skeleton, Merger(contracted), options)
+
+
+def plan_greedily(skeleton: Skeleton, merger: Merger, options: Options) -> Plan:
+    """The same with merges made, or refused, by ``merger``."""
     candidates, refusals = select_candidates(skeleton, options)
     scatter_of = scatters_of_replicas(skeleton.collectives)
     leaders = [c for c in candidates if c.index not in scatter_of]
     replicas = [c for c in candidates if c.index in scatter_of]
-    led = greedy_buckets(leaders, contracted, options, refusals)
-    followed, apart = follow_scatters(led.buckets, replicas, scatter_of, contracted, options)
-    alone = greedy_buckets(apart, contracted, options, small_first=False)
+    led = greedy_buckets(leaders, merger, options, refusals)
+    followed, apart = follow_scatters(led.buckets, replicas, scatter_of, merger, options)
+    alone = greedy_buckets(apart, merger, options, small_first=False)
     parts = (led, followed, alone)
     buckets = [bucket for part in parts for bucket in part.buckets]
     return Plan(
@@ -100,7 +105,7 @@ def plan_topo_span(
 
 def greedy_buckets(
     candidates: Iterable[Collective],
-    contracted: AugmentedGraph[fx.Node],
+    merger: Merger,
     options: Options,
     refusals: Sequence[Refusal] = (),
     small_first: bool = True,
@@ -114,19 +119,19 @@ def greedy_buckets(
     for candidate in candidates:
         if candidate.key is not None:
             by_key.setdefault((candidate.key, candidate.backward), []).append(candidate)
-    before = contracted.operations
+    before = merger.contracted.operations
     buckets: list[Bucket] = []
     reasons = list(refusals)
     for (key, _), members in by_key.items():
         if len(members) == 1:
             reasons.append(Refusal((members[0].start.name,), RefusalReason.ALONE_IN_KEY))
             continue
-        run = _KeyRun(key, members, contracted, options, small_first)
+        run = _KeyRun(key, members, merger, options, small_first)
         run.take_all()
         buckets.extend(run.buckets)
         reasons.extend(run.refusals)
     buckets.sort(key=lambda b: b.members[0].index)
-    return Plan(tuple(buckets), tuple(reasons), contracted.operations - before)
+    return Plan(tuple(buckets), tuple(reasons), merger.contracted.operations - before)
 
 
 def cap_bytes(cap: BucketCap, bucket_index: int, key: BucketKey, largest_bytes: int) -> int:
@@ -161,7 +166,7 @@ class _KeyRun:
 
     key: BucketKey
     candidates: Sequence[Collective]
-    contracted: AugmentedGraph[fx.Node]
+    merger: Merger
     options: Options
     small_first: bool = False
     buckets: list[Bucket] = field(default_factory=list)
@@ -208,11 +213,11 @@ class _KeyRun:
                 reason = CloseReason.DEPENDENCY
             joins = reason is None and self._can_join(first, candidate, blockers)
             if joins and size + candidate.size_bytes > cap:
-                joins = self.contracted.can_merge(first.start, candidate.start)
+                joins = self.merger.can_merge(first, candidate)
                 reason = CloseReason.BYTES if joins else None
             if reason is not None:
                 return members, deferred + candidates[place:], reason
-            if joins and merge_members(self.contracted, first, candidate, self.form):
+            if joins and self.merger.merge(first, candidate, self.form):
                 members.append(candidate)
                 size += candidate.size_bytes
             else:
@@ -245,7 +250,7 @@ class _KeyRun:
         for _ in range(_LOOK_BACK):
             if not pending:
                 break
-            for before in self.contracted.predecessors(pending.pop(), _LOOK_WIDE):
+            for before in self.merger.needs(pending.pop(), _LOOK_WIDE):
                 if before in blockers:
                     return True
                 pending.append(before)
@@ -256,11 +261,13 @@ class _KeyRun:
             why = _REFUSAL_OF[reason]
             if small and reason is CloseReason.BYTES:
                 why = RefusalReason.FIRST_BUCKET
+            if reason in (CloseReason.DEPENDENCY, CloseReason.END):
+                why = self.merger.why.get(members[0].index, why)
             if reason is CloseReason.DEPENDENCY and self._is_fenced_off(members[0]):
                 why = RefusalReason.BARRIER
             self.refusals.append(Refusal((members[0].start.name,), why))
             return
-        form = settle_form(self.contracted, members, self.form, self.options)
+        form = settle_form(self.merger.contracted, members, self.form, self.options)
         self.buckets.append(make_bucket(members, form, reason))
 
     def _is_fenced_off(self, single: Collective) -> bool:
