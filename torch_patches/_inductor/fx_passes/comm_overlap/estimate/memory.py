@@ -58,29 +58,50 @@ def peak_bytes(
             backward do, unless it is ``kept``.
         kept: inputs that the caller holds anyway, parameters above all.
     """
+    live = live_bytes(graph, free_inputs, kept)
+    before = live.inputs
+    peak, where = before, None
+    for node, size in zip(graph.nodes, live.at_node, strict=True):
+        if size > peak:
+            peak, where = size, node
+    return PeakMemory(peak, where)
+
+
+@dataclass(frozen=True)
+class LiveBytes:
+    """Live bytes before the first node, and at each node in graph order, inputs and outputs of the
+    node included."""
+
+    inputs: int
+    at_node: tuple[int, ...]
+
+
+def live_bytes(
+    graph: fx.Graph, free_inputs: bool = False, kept: Set[fx.Node] = frozenset()
+) -> LiveBytes:
+    """Live bytes along the graph's order; arguments as for :func:`peak_bytes`."""
     lives = _Lives()
     order = list(graph.nodes)
     for place, node in enumerate(order):
         lives.visit(node, place)
-    made: list[list[int]] = [[] for _ in order]
-    dying: list[list[int]] = [[] for _ in order]
-    live = 0
+    made: list[int] = [0] * len(order)
+    dying: list[int] = [0] * len(order)
+    inputs = 0
     for storage, size in enumerate(lives.sizes):
         owner = order[lives.made_at[storage]]
         if owner.op in ("placeholder", "get_attr"):
-            live += size
+            inputs += size
             if not free_inputs or owner.op == "get_attr" or owner in kept:
                 continue
         else:
-            made[lives.made_at[storage]].append(size)
-        dying[lives.last_use[storage]].append(size)
-    peak, where = live, None
-    for place, node in enumerate(order):
-        live += sum(made[place])
-        if live > peak:
-            peak, where = live, node
-        live -= sum(dying[place])
-    return PeakMemory(peak, where)
+            made[lives.made_at[storage]] += size
+        dying[lives.last_use[storage]] += size
+    live, at_node = inputs, []
+    for place in range(len(order)):
+        live += made[place]
+        at_node.append(live)
+        live -= dying[place]
+    return LiveBytes(inputs, tuple(at_node))
 
 
 @dataclass

@@ -93,7 +93,7 @@ def simulate(
         skeleton: of the graph.
         costs: of its compute nodes (:meth:`RuntimeModel.node_costs`).
     """
-    run = _Run(model)
+    run = Lanes(model)
     starts = {c.start: c for c in skeleton.collectives}
     waits = {wait: c for c in skeleton.collectives for wait in c.waits}
     compute_ms = 0.0
@@ -119,8 +119,8 @@ class _Flight:
     hidden_by: list[Hiding] = field(default_factory=list)
 
 
-class _Run:
-    """The lanes' clocks, in ms."""
+class Lanes:
+    """The lanes' clocks, in ms.  Work is issued call by call, in the order of the host."""
 
     def __init__(self, model: RuntimeModel) -> None:
         self.model = model
@@ -178,6 +178,10 @@ class _Run:
         ready = max(self.compute_free, self.host)
         flight.exposed += max(flight.end - ready, 0.0)
         self.compute_free = max(self.compute_free, flight.end)
+
+    def end_of(self, collective: Collective) -> float:
+        """When a collective that has been issued ends."""
+        return self.flights[collective.index].end
 
     def finish(self, skeleton: Skeleton, compute_ms: float) -> Timeline:
         ended = max(self.compute_free, self.host)

@@ -1,0 +1,270 @@
+"""Where starts and waits are placed; costs are given, so places are worked out by hand.
+
+A matrix product takes 10 ms, a gather 4, a scatter 6; the host issues in no time.
+"""
+
+import copy
+import random
+
+import pytest
+import torch
+import torch.fx as fx
+import torch.utils._pytree as pytree
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import (
+    live_bytes,
+    peak_bytes,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import (
+    HostCosts,
+    Interference,
+    RuntimeModel,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Timeline, simulate
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
+    collect,
+    collective_kind,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.graph.reorder import move_nodes
+from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits, plan_schedule
+from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind
+from torch_patches.testing.effect_ops import barrier
+from torch_patches.testing.graph_builder import GraphBuilder
+from torch_patches.testing.spmd_interpreter import random_inputs, run_spmd
+
+aten = torch.ops.aten
+GROUPS = {"g": [[0, 1]], "h": [[0, 1]]}
+COSTS = {CollectiveKind.ALL_GATHER: 4.0, CollectiveKind.REDUCE_SCATTER: 6.0}
+FREE = Limits(peak_bytes=1 << 40, prefetch_kernels=None)
+
+
+def custom(node: fx.Node, size_bytes: int | None) -> float:
+    if node.target is aten.mm.default:
+        return 10.0
+    kind = collective_kind(node)
+    return 0.0 if kind is None else COSTS.get(kind, 5.0)
+
+
+MODEL = RuntimeModel(custom=custom, host=HostCosts(0, 0, 0, 0), interference=Interference(1.0, 1.0))
+
+
+class Sketch(GraphBuilder):
+    """A chain of matrix products over gathered weights, and scatters of gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = self.placeholder(8, 8)
+        self.results: list[fx.Node] = []
+
+    def weight(self, group: str = "g") -> fx.Node:
+        return self.gather_and_wait(self.placeholder(4, 8), 2, group)
+
+    def mm(self, left: fx.Node, right: fx.Node) -> fx.Node:
+        return self.call(aten.mm, left, right)
+
+    def scatter(self, source: fx.Node, group: str = "g") -> fx.Node:
+        """Its wait, which leaves the graph."""
+        self.results.append(self.scatter_and_wait(source, "sum", 2, group))
+        return self.results[-1]
+
+    def end(self, *outputs: fx.Node) -> fx.GraphModule:
+        return self.output(*outputs, *self.results)
+
+
+def layers(count: int) -> fx.GraphModule:
+    s = Sketch()
+    h = s.x
+    for _ in range(count):
+        h = s.mm(h, s.weight())
+    return s.end(h)
+
+
+def schedule(gm: fx.GraphModule, limits: Limits = FREE) -> Timeline:
+    """Schedules in place; the run afterwards."""
+    skeleton = collect(gm.graph)
+    costs = MODEL.node_costs(gm.graph, skeleton)
+    planned = plan_schedule(
+        list(gm.graph.nodes), skeleton, MODEL, costs, live_bytes(gm.graph), limits
+    )
+    move_nodes(gm.graph, skeleton, [(move.node, move.place) for move in planned.moves])
+    gm.graph.lint()
+    gm.recompile()
+    return run(gm)
+
+
+def run(gm: fx.GraphModule) -> Timeline:
+    skeleton = collect(gm.graph)
+    return simulate(gm.graph.nodes, skeleton, MODEL, MODEL.node_costs(gm.graph, skeleton))
+
+
+def text(gm: fx.GraphModule) -> str:
+    """The order of starts, waits and compute: ``s0 w0 mm s1 ...``."""
+    starts = {c.start: f"s{c.index}" for c in collect(gm.graph).collectives}
+    waits = {w: f"w{c.index}" for c in collect(gm.graph).collectives for w in c.waits}
+    words = {**starts, **waits}
+    compute = {n: "mm" for n in gm.graph.nodes if n.target is aten.mm.default}
+    return " ".join({**words, **compute}[n] for n in gm.graph.nodes if n in words or n in compute)
+
+
+def test_gather_starts_under_the_compute_in_front_of_its_use() -> None:
+    gm = layers(3)
+    assert run(gm).total_ms == 42.0
+    assert schedule(gm).total_ms == 34.0  # the first gather is exposed
+    assert text(gm) == "s0 w0 s1 mm w1 s2 mm w2 mm"
+
+
+def test_gather_starts_no_earlier_than_pays() -> None:
+    """Three products in front of the second weight: its gather hides under the last of them."""
+    s = Sketch()
+    h = s.mm(s.x, s.weight())
+    for _ in range(2):
+        h = s.mm(h, s.x)
+    gm = s.end(s.mm(h, s.weight()))
+    assert schedule(gm).exposed_ms == 4.0
+    assert text(gm) == "s0 w0 mm mm s1 mm w1 mm"
+
+
+def test_two_gathers_for_one_use_start_earlier() -> None:
+    """8 ms of gathers fit under one product of 10 ms; 12 ms do not, so one goes up further."""
+    s = Sketch()
+    h = s.mm(s.mm(s.x, s.x), s.x)
+    weights = [s.weight() for _ in range(3)]
+    for weight in weights:
+        h = s.mm(h, weight)
+    gm = s.end(h)
+    assert schedule(gm).exposed_ms == 0.0
+
+
+def test_memory_cap_keeps_a_gather_from_starting_early() -> None:
+    gm = layers(3)
+    cap = Limits(peak_bytes(gm.graph).peak_bytes, prefetch_kernels=None)
+    before = run(gm).total_ms
+    tight = schedule(gm, cap)
+    assert peak_bytes(gm.graph).peak_bytes <= cap.peak_bytes
+    assert tight.total_ms <= before
+
+
+def test_bytes_in_flight() -> None:
+    gm = layers(3)
+    assert schedule(gm, Limits(1 << 40, in_flight_bytes=0, prefetch_kernels=None)).total_ms == 42.0
+
+
+def test_prefetch_bound() -> None:
+    gm = layers(3)
+    assert schedule(gm, Limits(1 << 40, prefetch_kernels=0)).total_ms == 42.0
+    gm = layers(3)
+    assert schedule(gm, Limits(1 << 40, prefetch_kernels=1)).total_ms == 34.0
+
+
+def test_nothing_crosses_a_side_effect() -> None:
+    s = Sketch()
+    h = s.mm(s.x, s.weight())
+    fence = s.call(barrier, s.x)
+    weight = s.weight()
+    gm = s.end(s.mm(h, weight))
+    schedule(gm)
+    order = list(gm.graph.nodes)
+    start = next(n for n in weight.all_input_nodes)
+    assert order.index(fence) < order.index(start)
+
+
+def test_preparation_moves_with_its_gather() -> None:
+    s = Sketch()
+    h = s.mm(s.x, s.x)
+    cast = s.call(aten._to_copy, s.placeholder(4, 8, dtype=torch.float64), dtype=torch.float32)
+    gm = s.end(s.mm(h, s.gather_and_wait(cast, 2, "g")))
+    assert schedule(gm).exposed_ms == 0.0
+    assert text(gm) == "s0 mm w0 mm"
+
+
+def test_scatter_is_waited_for_once_it_is_done() -> None:
+    """Its wait moves down behind one product, not to the end of the graph."""
+    s = Sketch()
+    h = s.mm(s.x, s.x)
+    s.scatter(h)
+    for _ in range(3):
+        h = s.mm(h, s.x)
+    gm = s.end(h)
+    assert schedule(gm).exposed_ms == 0.0
+    assert text(gm) == "mm s0 mm w0 mm mm"
+
+
+def test_last_scatter_is_waited_for_at_the_end() -> None:
+    s = Sketch()
+    s.scatter(s.mm(s.x, s.x))
+    h = s.mm(s.x, s.x)
+    gm = s.end(h)
+    assert schedule(gm).exposed_ms == 0.0
+    assert text(gm) == "mm s0 mm w0"
+
+
+def test_reduction_that_another_feeds_starts_when_that_is_done() -> None:
+    """Scatter, then an all-reduce of what it gives (HSDP): both hide."""
+    s = Sketch()
+    h = s.mm(s.x, s.x)
+    scattered = s.scatter_and_wait(h, "sum", 2, "g")
+    s.results.append(s.reduce_and_wait(scattered, "sum", "h"))
+    for _ in range(3):
+        h = s.mm(h, s.x)
+    gm = s.end(h)
+    assert schedule(gm).exposed_ms == 0.0
+    assert text(gm) == "mm s0 mm w0 s1 mm w1 mm"
+
+
+def test_activation_collectives_stay_where_they_are() -> None:
+    s = Sketch()
+    h = s.mm(s.x, s.x)
+    gathered = s.gather_and_wait(s.call(aten.relu, h), 2, "g")
+    gm = s.end(s.mm(h, s.x), gathered)
+    before = text(gm)
+    schedule(gm)
+    assert text(gm) == before
+
+
+# -- random graphs --------------------------------------------------------------------------------
+
+
+def random_graph(r: random.Random) -> fx.GraphModule:
+    s = Sketch()
+    h = s.x
+    for _ in range(r.randrange(3, 25)):
+        choice = r.random()
+        if choice < 0.4:
+            h = s.mm(h, s.weight(r.choice("gh")))
+        elif choice < 0.6:
+            s.scatter(s.mm(h, s.x), r.choice("gh"))
+        elif choice < 0.7:
+            scattered = s.scatter_and_wait(s.mm(h, s.x), "sum", 2, "g")
+            s.results.append(s.reduce_and_wait(scattered, "sum", "h"))
+        else:
+            h = s.mm(h, s.x)
+    return s.end(h)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32))
+def test_random_graphs(seed: int) -> None:
+    """Never slower, same values, peak under the cap, and a second pass changes nothing."""
+    gm = random_graph(random.Random(seed))
+    before = copy.deepcopy(gm)
+    cap = int(peak_bytes(gm.graph).peak_bytes * 1.5)
+    line = schedule(gm, Limits(cap))
+    assert line.total_ms <= run(before).total_ms + 1e-9
+    assert peak_bytes(gm.graph).peak_bytes <= cap
+    inputs = random_inputs(before, 2, seed=0)
+    expected, actual = (pytree.tree_leaves(run_spmd(g, inputs, GROUPS, 2)) for g in (before, gm))
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
+
+
+@pytest.mark.parametrize("count", [100])
+def test_work_grows_linearly(count: int) -> None:
+    def operations(number: int) -> int:
+        gm = layers(number)
+        skeleton = collect(gm.graph)
+        costs = MODEL.node_costs(gm.graph, skeleton)
+        live = live_bytes(gm.graph)
+        return plan_schedule(list(gm.graph.nodes), skeleton, MODEL, costs, live, FREE).operations
+
+    assert 0 < operations(2 * count) <= 2.2 * operations(count)
