@@ -6,10 +6,18 @@ the same numbers.  Peaks are dense; what a kernel or a ring reaches of them is s
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+
+
+class LinkClass(enum.Enum):
+    """Where a group's ranks are."""
+
+    INTRA_NODE = "intra_node"
+    INTER_NODE = "inter_node"
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,10 @@ class Device:
     def matmul_tflops(self, dtype: torch.dtype) -> float:
         """Peak for operands of ``dtype``."""
         return self.tflops.get(dtype, self.tflops[torch.float32])
+
+    def link(self, link_class: LinkClass) -> Link:
+        """The link of that class; the same object each time."""
+        return self.intra_node if link_class is LinkClass.INTRA_NODE else self.inter_node
 
 
 def _rates(half: float, tf32: float, eight: float | None = None) -> dict[torch.dtype, float]:

@@ -15,7 +15,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import Device, Link
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import (
+    Device,
+    Link,
+    LinkClass,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind
 
 UNKNOWN_GROUP_SIZE = 8
@@ -56,9 +60,16 @@ def link_of(
         ranks: global ranks of the group, None where it is not registered: then it counts as
             neighbouring ranks.
     """
+    return device.link(link_class_of(group_size, ranks, gpus_per_node))
+
+
+def link_class_of(
+    group_size: int | None, ranks: Sequence[int] | None, gpus_per_node: int
+) -> LinkClass:
+    """Whether a group stays within nodes; arguments as in :func:`link_of`."""
     size = group_size or UNKNOWN_GROUP_SIZE
     inside = stays_in_node(range(size) if ranks is None else ranks, gpus_per_node)
-    return device.intra_node if inside else device.inter_node
+    return LinkClass.INTRA_NODE if inside else LinkClass.INTER_NODE
 
 
 def stays_in_node(ranks: Sequence[int], gpus_per_node: int) -> bool:

@@ -1,39 +1,62 @@
 """What every node of a graph costs, from stated constants, a table, or the user's function.
 
-    model = RuntimeModel(Device "H100", gpus_per_node=8)
+    model = make_model("H100", gpus_per_node=8, table=load_calibration("h100.json"))
     costs = model.node_costs(graph, skeleton)         # ms and launches of compute
     model.collective_ms(collective)                   # ms of one collective, alone on its link
     model.collective_ms(collective, size_bytes)       # of a bucket that it would be a member of
 
-Nothing is measured and no device is asked, so equal graphs cost the same on every rank.  A user's
-function is asked first, then a calibration table, then the roofline.
+A user's function is asked first (``custom.py``), then a calibration table (``calibration.py``),
+then the roofline and the ring formula with the device's constants.
+
+Nothing is measured here and no device is asked, so equal graphs cost the same on every rank.
+torch's settings that make each rank measure for itself are ignored (:func:`measured_estimators`
+names them): ranks with other numbers would plan other schedules, and hang.  Measured numbers come
+through a table's file, which is one for all ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import (
     ComputeCost,
     compute_costs,
+    flops,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.custom import (
+    CustomEstimation,
+    EstimationError,
+    estimation_key,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import (
     DEVICES,
     Device,
     Link,
+    LinkClass,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.measured import CalibrationTable
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.network import (
     collective_ms,
-    link_of,
+    link_class_of,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import tensors_of
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, Skeleton
 
-#: ``fn(node, override_size_bytes)`` -> ms, or None to leave it to the model.
-CustomEstimation = Callable[[fx.Node, int | None], float | None]
+__all__ = [
+    "CustomEstimation",
+    "EstimationError",
+    "HostCosts",
+    "Interference",
+    "RuntimeModel",
+    "estimation_key",
+    "make_model",
+    "measured_estimators",
+]
 
 
 @dataclass(frozen=True)
@@ -68,12 +91,14 @@ class Interference:
     link_sharing: float = 1.0
 
 
-class EstimationError(ValueError):
-    """A user's estimation returned something that is no time."""
+@dataclass(frozen=True)
+class _Route:
+    """Where a group's collectives run."""
 
-
-def _group_size(collective: Collective) -> int | None:
-    return None if collective.key is None else collective.key.group_size
+    ranks: tuple[int, ...] | None
+    group_size: int | None
+    link_class: LinkClass
+    link: Link
 
 
 @dataclass(frozen=True)
@@ -84,8 +109,9 @@ class RuntimeModel:
         device: constants to use.
         gpus_per_node: ranks that share a node, the same on all ranks.
         custom: the user's estimation, or None.
-        host: costs of issuing.
-        interference: costs of overlapping.
+        host: costs of issuing; :func:`make_model` takes them from the table where it has them.
+        interference: costs of overlapping; likewise.
+        table: measurements that come before the device's constants, or None.
     """
 
     device: Device = DEVICES["H100"]
@@ -93,11 +119,16 @@ class RuntimeModel:
     custom: CustomEstimation | None = None
     host: HostCosts = field(default_factory=HostCosts)
     interference: Interference = field(default_factory=Interference)
+    table: CalibrationTable | None = None
+    # Planners ask for one collective thousands of times; sorting its ranks each time would cost
+    # more than everything else.  By group name, checked against the ranks.
+    _routes: dict[str, _Route] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def describe(self) -> str:
         """The constants in use, in one line for a report."""
+        table = "" if self.table is None else f", after {self.table.describe()}"
         own = "" if self.custom is None else ", after the custom estimation"
-        return f"{self.device.name} constants, {self.gpus_per_node} GPUs a node{own}"
+        return f"{self.device.name} constants, {self.gpus_per_node} GPUs a node{table}{own}"
 
     def node_costs(self, graph: fx.Graph, skeleton: Skeleton) -> Mapping[fx.Node, ComputeCost]:
         """Cost of every node that computes; others cost nothing.
@@ -107,7 +138,10 @@ class RuntimeModel:
         Raises:
             EstimationError: from the custom estimation.
         """
-        costs = compute_costs(graph, self.device)
+        if self.table is None:
+            costs = compute_costs(graph, self.device)
+        else:
+            costs = _measured_costs(graph, self.device, self.table)
         if self.custom is None:
             return costs
         starts = {collective.start for collective in skeleton.collectives}
@@ -133,12 +167,33 @@ class RuntimeModel:
             if given is not None:
                 return given
         size = collective.size_bytes if size_bytes is None else size_bytes
-        return collective_ms(collective.kind, size, _group_size(collective), self.link(collective))
+        route = self._route(collective)
+        if self.table is not None:
+            measured = self.table.collective_ms(
+                collective.kind, size, route.group_size, route.link_class, route.link
+            )
+            if measured is not None:
+                return measured
+        return collective_ms(collective.kind, size, route.group_size, route.link)
 
     def link(self, collective: Collective) -> Link:
         """The slowest link that the collective's group uses; the device's links are two objects."""
-        size = _group_size(collective)
-        return link_of(self.device, size, collective.ranks, self.gpus_per_node)
+        return self._route(collective).link
+
+    def _route(self, collective: Collective) -> _Route:
+        size = None if collective.key is None else collective.key.group_size
+        route = self._routes.get(collective.group)
+        # The ranks of one group are nearly always one object.
+        if (
+            route is not None
+            and route.group_size == size
+            and (route.ranks is collective.ranks or route.ranks == collective.ranks)
+        ):
+            return route
+        link_class = link_class_of(size, collective.ranks, self.gpus_per_node)
+        route = _Route(collective.ranks, size, link_class, self.device.link(link_class))
+        self._routes[collective.group] = route
+        return route
 
     def _ask(self, node: fx.Node, size_bytes: int | None) -> float | None:
         assert self.custom is not None
@@ -152,3 +207,93 @@ class RuntimeModel:
                 f"milliseconds (a number >= 0) or None"
             )
         return float(given)
+
+
+def _measured_costs(
+    graph: fx.Graph, device: Device, table: CalibrationTable
+) -> dict[fx.Node, ComputeCost]:
+    """Roofline costs with the table's memory rate, and its arithmetic where it has the dtype."""
+    costs = compute_costs(graph, table.roofline_device(device))
+    for node, cost in costs.items():
+        amount = flops(node)
+        if amount:
+            arithmetic_ms = table.matmul_ms(_operand_dtype(node), amount, device)
+            if arithmetic_ms is not None and arithmetic_ms > cost.ms:
+                costs[node] = ComputeCost(arithmetic_ms, cost.launches)
+    return costs
+
+
+def _operand_dtype(node: fx.Node) -> torch.dtype:
+    tensors = (t for source in node.all_input_nodes for t in tensors_of(source.meta.get("val")))
+    return next((tensor.dtype for tensor in tensors), torch.float32)
+
+
+def make_model(
+    device: str = "H100",
+    gpus_per_node: int = 8,
+    custom: CustomEstimation | None = None,
+    table: CalibrationTable | None = None,
+    compute_slowdown: float = Interference.compute_slowdown,
+    link_sharing: float = Interference.link_sharing,
+) -> RuntimeModel:
+    """The model that flags describe.
+
+    Args:
+        device: a key of ``DEVICES``: constants for whatever the table does not have.
+        gpus_per_node: ranks that share a node.
+        custom: ``fn(node, override_size_bytes)`` -> ms or None.
+        table: measurements.
+        compute_slowdown: see :class:`Interference`.  The table's counts where this is left at its
+            default; a value that the user chose counts always.
+        link_sharing: see :class:`Interference`.
+
+    Raises:
+        EstimationError: the device is unknown.
+    """
+    if device not in DEVICES:
+        raise EstimationError(f"device {device!r} is not known; use one of {', '.join(DEVICES)}")
+    host = HostCosts()
+    if table is not None:
+        if table.compute_slowdown is not None and compute_slowdown == Interference.compute_slowdown:
+            compute_slowdown = table.compute_slowdown
+        host = _host_costs(table)
+    interference = Interference(compute_slowdown, link_sharing)
+    return RuntimeModel(DEVICES[device], gpus_per_node, custom, host, interference, table)
+
+
+def _host_costs(table: CalibrationTable) -> HostCosts:
+    measured = {
+        "kernel_us": table.kernel_issue_us,
+        "collective_us": table.collective_issue_us,
+        "coalesced_member_us": table.coalesced_member_issue_us,
+        "wait_us": table.wait_issue_us,
+    }
+    return HostCosts(**{name: us for name, us in measured.items() if us is not None})
+
+
+_CHOICES_OF_ESTIMATOR = ("collective_estimator", "compute_estimator")
+_PROFILE = "profile_guided_estimations_profile_path"
+
+
+def measured_estimators(
+    values: Mapping[str, object], defaults: Mapping[str, object] | None = None
+) -> list[str]:
+    """Flags of torch by which the user asks for measuring on each rank; the model ignores them.
+
+    Args:
+        values: flags by name, with or without the prefix.  Others may be among them.
+        defaults: torch's own values, by the same names.  A value that equals its default was not
+            asked for: from torch 2.12 on ``compute_estimator`` is "benchmark" where nobody set it.
+            Leave it out for values that the user surely gave (``torch.compile(options=...)``).
+
+    Returns:
+        Names as given, sorted.
+    """
+    asked = []
+    for name, value in values.items():
+        flag = name.rpartition(".")[2]
+        measures = flag in _CHOICES_OF_ESTIMATOR and value == "benchmark"
+        measures |= flag == _PROFILE and value is not None
+        if measures and not (defaults is not None and name in defaults and defaults[name] == value):
+            asked.append(name)
+    return sorted(asked)
