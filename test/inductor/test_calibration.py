@@ -250,3 +250,9 @@ def test_table_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:
         save_calibration(path, CalibrationTable("bad", dram_gb_per_s=-1.0))
     assert load_calibration(path).device == "good"
     assert os.listdir(tmp_path) == ["table.json"]
+
+
+def test_example_in_the_repository_loads() -> None:
+    table = load_calibration(EXAMPLE)
+    assert {times.kind for times in table.collectives} == set(CollectiveKind)
+    assert table.matmul and table.dram_gb_per_s

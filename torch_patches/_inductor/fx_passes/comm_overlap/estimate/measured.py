@@ -112,8 +112,8 @@ class CalibrationTable:
         matmul: one entry for each dtype.
         dram_gb_per_s: bytes read and written by a large copy (GB = 10**9 bytes).
         kernel_issue_us, collective_issue_us, coalesced_member_issue_us, wait_issue_us: what the
-            host spends: on a compute kernel; a collective with its wait; each further member of a
-            coalesced one; a wait on finished work.
+            host spends: on a compute kernel; a collective without its wait; each further member of
+            a coalesced one; a wait on finished work.
         compute_slowdown: how many times as long compute takes under a collective, at least 1.
         about: names and texts for people; not part of the digest.
     """

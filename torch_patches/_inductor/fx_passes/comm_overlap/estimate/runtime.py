@@ -65,7 +65,7 @@ class HostCosts:
 
     Args:
         kernel_us: one compute kernel.
-        collective_us: one collective with its wait.
+        collective_us: one collective, without its wait (32 with it).
         coalesced_member_us: each further member of a coalesced collective.
         wait_us: a wait on finished work.
     """
