@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import peak_bytes
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import live_bytes, peak_bytes
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.storages import can_view
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import SYMBOLIC_DIM_FALLBACK
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
@@ -77,6 +80,33 @@ class TestCompute:
         assert peak_bytes(gm.graph).peak_bytes == 8 * 2 + 8 * 8
 
 
+class TestPhases:
+    """in elements: x(10) -> neg(10) -> cat(20) -> result"""
+
+    def _live(self, **options):
+        b = GraphBuilder()
+        b.placeholder(7)  # nobody reads it
+        x = b.placeholder(10)
+        a = b.call(aten.neg, x)
+        live = live_bytes(b.output(b.call(aten.cat, [a, a])).graph, **options)
+        return live.inputs / 4, [n / 4 for n in live.at_node], [n / 4 for n in live.after]
+
+    def test_a_node_runs_beside_its_inputs_and_then_they_are_freed(self):
+        # unused, x, neg, cat, output
+        assert self._live() == (17, [17, 17, 27, 47, 37], [17, 17, 27, 37, 37])
+
+    def test_freed_inputs_die_at_their_last_use_and_unused_ones_at_the_end(self):
+        inputs, at_node, after = self._live(free_inputs=True)
+        assert (inputs, at_node) == (17, [17, 17, 27, 37, 27])
+        assert after == [17, 17, 17, 27, 20]
+
+    def test_input_that_is_returned_outlives_the_graph(self):
+        b = GraphBuilder()
+        x = b.placeholder(10)
+        gm = b.output(b.call(aten.view, x, [2, 5]), b.call(aten.neg, x))
+        assert live_bytes(gm.graph, free_inputs=True).after[-1] == 4 * 20
+
+
 class TestStorage:
     def test_views_cost_nothing_and_keep_what_they_view(self):
         """The view of a is read at the end, so a lives beside every later node."""
@@ -88,6 +118,22 @@ class TestStorage:
         gm = b.output(b.call(aten.add.Tensor, b.call(aten.view, other, [2, 5]), view))
         assert peak(gm)[0] == 10 + 10 + 10 + 10
 
+    def test_views_are_known_by_schema(self):
+        b = GraphBuilder()
+        x = b.placeholder(2, 5)
+        gm = b.output(b.call(aten.neg, b.call(aten.swapaxes, x, 0, 1)))
+        assert peak(gm)[0] == 10 + 10
+
+    def test_contiguous_copies_what_is_not(self):
+        def of(transposed):
+            b = GraphBuilder()
+            x = b.placeholder(2, 5)
+            source = b.call(aten.t, x) if transposed else x
+            return peak(b.output(b.call(aten.contiguous, source)))[0]
+
+        assert of(transposed=False) == 10
+        assert of(transposed=True) == 20
+
     def test_reshape_costs_a_copy_only_where_the_layout_demands_it(self):
         def of(transposed):
             b = GraphBuilder()
@@ -97,6 +143,27 @@ class TestStorage:
 
         assert of(transposed=False) == 10
         assert of(transposed=True) == 20
+
+    def test_reshape_of_a_column_slice_is_a_view_if_rows_stay(self):
+        b = GraphBuilder()
+        part = b.call(aten.slice.Tensor, b.placeholder(2, 8), 1, 0, 4)
+        gm = b.output(b.call(aten.reshape, part, [2, 2, 2]))
+        assert peak(gm)[0] == 16
+
+    @given(st.data())
+    def test_reshape_is_a_view_where_torch_says_so(self, data):
+        shape = data.draw(st.lists(st.sampled_from([0, 1, 2, 3, 4]), max_size=4))
+        whole = torch.empty(shape).permute(data.draw(st.permutations(range(len(shape)))))
+        source = whole[tuple(slice(0, n, data.draw(st.sampled_from([1, 2]))) for n in whole.shape)]
+        if data.draw(st.booleans()):
+            source = source.unsqueeze(0).expand(2, *source.shape)
+        wanted = data.draw(st.sampled_from(_shapes_of(source.numel())))
+        try:
+            source.view(wanted)
+            torch_can = True
+        except RuntimeError:
+            torch_can = False
+        assert can_view(source.shape, source.stride(), wanted) == torch_can
 
     def test_write_in_place_makes_no_storage(self):
         b = GraphBuilder()
@@ -123,6 +190,31 @@ class TestStorage:
         small = b.call(aten.abs, b.getitem(parts, 0))
         gm = b.output(b.call(aten.exp, small), b.getitem(parts, 1))
         assert peak(gm) == (10 + 10 + 4 + 4, "aten.exp.default")
+
+    def test_functional_write_into_a_slice_clones_the_whole_buffer_in_eager_mode(self):
+        """40 in a buffer, two slices of 10 written: 2 x 40 by PyTorch, 2 x 10 in compiled code."""
+        b = GraphBuilder()
+        x = b.placeholder(10)
+        buffer = b.call(aten.cat, [x] * 4)
+        into = [b.call(aten.slice.Tensor, buffer, 0, 10 * i, 10 * i + 10) for i in (1, 2)]
+        copies = b.call(aten._foreach_copy, into, [x, x])
+        gm = b.output(b.getitem(copies, 0), b.getitem(copies, 1))
+        assert peak(gm) == (10 + 40 + 20, "aten._foreach_copy.default")
+        assert peak(gm, eager=True) == (10 + 40 + 80, "aten._foreach_copy.default")
+
+    @pytest.mark.parametrize("op", ["copy", "slice_scatter", "select_scatter"])
+    def test_so_do_single_writes(self, op):
+        b = GraphBuilder()
+        x = b.placeholder(10)
+        part = b.call(aten.slice.Tensor, b.call(aten.cat, [x] * 4), 0, 10, 20)
+        arguments = {
+            "copy": (x,),
+            "slice_scatter": (x,),
+            "select_scatter": (b.call(aten.select.int, x, 0, 0), 0, 0),
+        }
+        gm = b.output(b.call(getattr(aten, op), part, *arguments[op]))
+        assert peak(gm)[0] == 10 + 40 + 10
+        assert peak(gm, eager=True)[0] == 10 + 40 + 40
 
 
 class TestCollectives:
@@ -152,6 +244,43 @@ class TestCollectives:
         # at exp: the inputs 10 and 30, both results, the second payload
         assert peak(gm) == (10 + 30 + 40 + 10 + 30, "aten.exp.default")
 
+    def test_results_of_a_coalesced_launch_live_until_its_last_wait(self):
+        """One work holds them all: the first is used and dead, yet held until the second wait."""
+        b = GraphBuilder()
+        x = b.placeholder(10)
+        first, second = b.all_gather_coalesced([x, x], 2, "g")
+        used = b.call(aten.neg, b.call(aten.slice.Tensor, b.wait(first), 0, 0, 5))
+        two = b.wait(second)
+        gm = b.output(used, b.call(aten.exp, two))
+        after = dict(zip(gm.graph.nodes, live_bytes(gm.graph).after, strict=True))
+        assert after[used] == 4 * (10 + 40 + 5)
+        assert after[two] == 4 * (10 + 20 + 5)
+
+    def test_payloads_of_a_coalesced_launch_in_eager_mode_live_until_its_last_wait(self):
+        b = GraphBuilder()
+        x = b.placeholder(10)
+        first, second = b.all_gather_coalesced([b.call(aten.neg, x) for _ in range(2)], 2, "g")
+        one = b.wait(first)
+        gm = b.output(one, b.wait(second))
+        place = list(gm.graph.nodes).index(one)
+        assert live_bytes(gm.graph).after[place] == 4 * (10 + 40 + 10)
+        assert live_bytes(gm.graph, eager=True).after[place] == 4 * (10 + 40 + 20)
+
+    def test_all_reduce_sends_a_copy(self):
+        b = GraphBuilder()
+        start = b.all_reduce(b.call(aten.neg, b.placeholder(10)), "sum", "g")
+        b.call(aten.exp, b.placeholder(30))
+        gm = b.output(b.wait(start))
+        # at exp: the inputs 10 and 30, the result, exp; neg is dead
+        assert peak(gm) == (40 + 10 + 30, "aten.exp.default")
+
+    def test_second_wait_holds_nothing(self):
+        b = GraphBuilder()
+        x = b.placeholder(10)
+        one = b.wait(b.all_gather(b.call(aten.neg, x), 2, "g"))
+        gm = b.output(b.wait(b.call(aten.view, one, [4, 5])))
+        assert live_bytes(gm.graph).after[-3] == 4 * (10 + 20)
+
     def test_wait_in_front_of_a_view_of_the_result(self):
         b = GraphBuilder()
         start = b.all_gather(b.placeholder(10), 2, "g")
@@ -180,6 +309,28 @@ class TestOptions:
         assert peak(gm, free_inputs=True, kept={p})[0] == 10 + 20 + 200
         assert peak(gm, free_inputs=True, kept={p, s})[0] == 60 + 20 + 200
 
+    def test_shared_sizes_stand_for_what_a_node_makes(self):
+        """A shard of 9 elements here; all ranks count 10."""
+        b = GraphBuilder()
+        x = b.placeholder(9)
+        a = b.call(aten.neg, x)
+        view = b.call(aten.view, a, [3, 3])
+        gm = b.output(b.call(aten.exp, view))
+        assert peak(gm)[0] == 27
+        assert peak(gm, sizes={x: 40, a: 40, view: 4000})[0] == 10 + 10 + 9
+
+    def test_shared_size_of_several_results_is_split_evenly(self):
+        """22 bytes for 4 results of other sizes: 7 for the first, 5 for each of the others."""
+        b = GraphBuilder()
+        whole = b.placeholder(20)
+        parts = [b.call(aten.slice.Tensor, whole, 0, 0, n) for n in (1, 2, 3, 4)]
+        made = b.call(aten._foreach_neg, parts)
+        gm = b.output(b.getitem(made, 0), b.getitem(made, 1))
+        live = live_bytes(gm.graph, sizes={made: 22})
+        # the list keeps all of them until the last is taken out
+        assert live.at_node[-4:] == (80 + 22, 80 + 22, 80 + 22, 80 + 7 + 5)
+        assert live.after[-4:] == (80 + 22, 80 + 22, 80 + 7 + 5, 80 + 7 + 5)
+
     def test_symbolic_sizes_count_by_the_shared_fallback(self):
         mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False)
         b = GraphBuilder(mode)
@@ -188,6 +339,18 @@ class TestOptions:
         gm = b.output(b.call(aten.neg, x))
         assert peak(gm)[0] == 2 * SYMBOLIC_DIM_FALLBACK**2
         assert len(mode.shape_env.guards) == guards
+
+
+def _shapes_of(numel):
+    """Shapes of so many elements, with and without ones."""
+    if numel == 0:
+        return [[0], [2, 0]]
+    shapes = [[numel], [1, numel], [numel, 1]]
+    for a in range(2, numel + 1):
+        if numel % a == 0:
+            shapes += [[a, numel // a], [a, 1, numel // a]]
+            shapes += [[a, c, numel // a // c] for c in (2, 3, 4) if numel // a % c == 0]
+    return shapes
 
 
 def test_more_of_the_same_layers_need_the_same_transient_memory():

@@ -1,0 +1,250 @@
+"""Which storages a graph makes, how large, from when to when.
+
+Views, getitems, waits and in-place results share the storage of what they are made from; each
+output of an op with several has its own.  A storage lives from the node that makes it to its last
+use through any of its aliases.
+
+A collective's result lives from its start.  What it sends lives until its wait: the process group
+holds it, and Inductor keeps it too.  An all-reduce or a broadcast sends a copy that it made first,
+which is its result.  All results of a coalesced launch live until the last wait for any of them:
+c10d registers the one work of the launch for each result, and the work holds them all.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collective_kind
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    COLLECTIVE_NAMESPACES,
+    first_argument,
+    is_view,
+    op_name,
+    op_namespace,
+    tensors_of,
+    wait_source,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import (
+    decision_bytes,
+    has_symbols,
+    known_contiguous,
+    tensor_bytes,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind
+
+#: Indices of storages: of a tensor, or of each item that an op with several results returns.
+_Indices = tuple[int, ...]
+
+_SENDS_A_COPY = frozenset({CollectiveKind.ALL_REDUCE, CollectiveKind.BROADCAST})
+#: Functional forms of writes: PyTorch clones the whole storage of the first argument
+#: (``clone_preserve_strides``), since the result shall have its strides and offset.
+_CLONES_STORAGE = frozenset(
+    {
+        "_foreach_copy", "as_strided_scatter", "copy", "diagonal_scatter", "select_scatter",
+        "slice_scatter",
+    }
+)  # fmt: skip
+#: Views where the layout allows it, copies elsewhere.
+_MAYBE_COPIES = frozenset({"contiguous", "reshape", "reshape_as"})
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """What is held until the wait for one result: what it was sent as, and its launch's results."""
+
+    sent: _Indices
+    together: _Indices
+
+
+class Storages:
+    """Storages by index: ``sizes`` in bytes, ``made_at`` and ``last_use`` as places of the order."""
+
+    def __init__(self, shared_sizes: Mapping[fx.Node, int], eager: bool) -> None:
+        """Arguments as those of ``memory.peak_bytes``."""
+        self.sizes: list[int] = []
+        self.made_at: list[int] = []
+        self.last_use: list[int] = []
+        self._shared_sizes, self._eager = shared_sizes, eager
+        self._items: dict[fx.Node, tuple[_Indices, ...]] = {}
+        self._in_flight: dict[int, _Flight] = {}
+
+    def visit(self, node: fx.Node, place: int) -> None:
+        """Takes the next node of the order."""
+        for used in node.all_input_nodes:
+            self._use(self._all(used), place)
+        if not _may_communicate(node.target):
+            self._items[node] = self._results(node, place)
+            return
+        source = wait_source(node)
+        if source is not None:
+            for storage in self._all(source):
+                self._land(storage, place)
+            self._items[node] = (self._all(source),)
+            return
+        self._items[node] = self._results(node, place)
+        if collective_kind(node) is not None:
+            self._launch(node)
+
+    def _all(self, node: fx.Node) -> _Indices:
+        items = self._items.get(node, ())
+        return items[0] if len(items) == 1 else tuple(s for item in items for s in item)
+
+    def _use(self, storages: _Indices, place: int) -> None:
+        for storage in storages:
+            self.last_use[storage] = place
+
+    def _results(self, node: fx.Node, place: int) -> tuple[_Indices, ...]:
+        """Storages of each item of the node's result."""
+        if node.op == "output":
+            return ()
+        viewed = first_argument(node) if _shares_storage(node) else None
+        if isinstance(viewed, fx.Node):
+            return self._view(node, viewed)
+        aliased = _written_arguments(node)
+        if aliased:
+            return (tuple(s for n in aliased for s in self._all(n)),)
+        return self._make(node, place)
+
+    def _view(self, node: fx.Node, viewed: fx.Node) -> tuple[_Indices, ...]:
+        items = self._items.get(viewed, ())
+        index = node.args[1] if node.target is operator.getitem else None
+        several = isinstance(viewed.meta.get("val"), (list, tuple))
+        if several and isinstance(index, int) and len(items) == len(viewed.meta["val"]):
+            return (items[index],)
+        return (self._all(viewed),)
+
+    def _make(self, node: fx.Node, place: int) -> tuple[_Indices, ...]:
+        value = node.meta.get("val")
+        items = value if isinstance(value, (list, tuple)) else (value,)
+        tensors = [list(tensors_of(item)) for item in items]
+        sizes = iter(self._sizes(node, [t for item in tensors for t in item]))
+        return tuple(tuple(self._add(next(sizes), place) for _ in item) for item in tensors)
+
+    def _add(self, size: int, place: int) -> int:
+        self.sizes.append(size)
+        self.made_at.append(place)
+        self.last_use.append(place)
+        return len(self.sizes) - 1
+
+    def _sizes(self, node: fx.Node, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Bytes of the storage of each result of ``node``."""
+        shared = self._shared_sizes.get(node)
+        if shared is not None and tensors:
+            part, rest = divmod(shared, len(tensors))
+            return [part + rest, *[part] * (len(tensors) - 1)]
+        if self._eager and op_name(node.target) in _CLONES_STORAGE:
+            written = _nodes_of(first_argument(node))
+            return [sum(self.sizes[s] for s in self._all(n)) for n in written]
+        return [decision_bytes(tensor_bytes(t)) for t in tensors]
+
+    def _launch(self, start: fx.Node) -> None:
+        """Ties each result to what lives until the wait for it."""
+        outputs = self._items[start]
+        together = self._all(start) if len(outputs) > 1 else ()
+        for output, sent in zip(outputs, self._sent(start, len(outputs)), strict=True):
+            self._in_flight.update(dict.fromkeys(output, _Flight(sent, together)))
+
+    def _sent(self, start: fx.Node, count: int) -> list[_Indices]:
+        """What the group reads for each of ``count`` results."""
+        if collective_kind(start) in _SENDS_A_COPY:
+            return [()] * count
+        payloads = _nodes_of(first_argument(start))
+        if len(payloads) == count and not self._eager:
+            return [self._all(n) for n in payloads]
+        return [tuple(s for n in start.all_input_nodes for s in self._all(n))] * count
+
+    def _land(self, result: int, place: int) -> None:
+        """A wait at ``place``; a second one for the same result finds nothing in flight."""
+        flight = self._in_flight.pop(result, None)
+        if flight is not None:
+            self._use(flight.sent, place)
+            self._use(flight.together, place)
+
+
+def _nodes_of(argument: object) -> list[fx.Node]:
+    many = argument if isinstance(argument, (list, tuple)) else [argument]
+    return [n for n in many if isinstance(n, fx.Node)]
+
+
+def _may_communicate(target: object) -> bool:
+    """A collective, a wait, or something that may wrap one."""
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return True
+    return op_namespace(target) in COLLECTIVE_NAMESPACES
+
+
+def _shares_storage(node: fx.Node) -> bool:
+    """A view; a reshape only where the layout allows it without a copy."""
+    if not (is_view(node) or getattr(node.target, "is_view", False)):
+        return False
+    if op_name(node.target) not in _MAYBE_COPIES:
+        return True
+    source = first_argument(node)
+    before = source.meta.get("val") if isinstance(source, fx.Node) else None
+    after = node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return True
+    if known_contiguous(before):
+        return True
+    if op_name(node.target) == "contiguous" or has_symbols(before) or has_symbols(after):
+        return False
+    return can_view(before.shape, before.stride(), after.shape)
+
+
+def can_view(shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]) -> bool:
+    """A tensor of ``shape`` and ``strides`` can be seen in the shape ``wanted`` without a copy.
+
+    Dimensions that lie in memory like one (each stride is the next one's times its size) can be cut
+    anew; ``wanted`` must cut each such run by itself.
+    """
+    if 0 in shape:
+        return True
+    sizes = list(wanted)
+    run = 1
+    kept = [(n, s) for n, s in zip(shape, strides, strict=True) if n != 1]
+    for place in reversed(range(len(kept))):
+        size, stride = kept[place]
+        run *= size
+        if place and kept[place - 1][1] == stride * size:
+            continue
+        while sizes and (run > 1 or sizes[-1] == 1):
+            last = sizes.pop()
+            if run % last:
+                return False
+            run //= last
+        if run > 1:
+            return False
+    return True
+
+
+def _written_arguments(node: fx.Node) -> list[fx.Node]:
+    """Arguments whose storage the op returns by its schema: in-place and ``out=`` forms."""
+    aliased: list[fx.Node] = []
+    for name, position in _written_names(node.target):
+        value: Any = node.kwargs.get(name)
+        if position < len(node.args):
+            value = node.args[position]
+        fx.node.map_arg(value, aliased.append)
+    return aliased
+
+
+@functools.cache  # by op, of which there are few; reading a schema is slow
+def _written_names(target: object) -> tuple[tuple[str, int], ...]:
+    """Names and positions of the arguments that an op writes to and returns."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return ()
+    schema = target._schema
+    if not any(r.alias_info is not None for r in schema.returns):
+        return ()
+    return tuple(
+        (argument.name, position)
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
