@@ -124,22 +124,13 @@ class TestStorage:
         gm = b.output(b.call(aten.neg, b.call(aten.swapaxes, x, 0, 1)))
         assert peak(gm)[0] == 10 + 10
 
-    def test_contiguous_copies_what_is_not(self):
+    @pytest.mark.parametrize("op", [(aten.reshape, [10]), (aten.contiguous,)])
+    def test_reshape_costs_a_copy_only_where_the_layout_demands_it(self, op):
         def of(transposed):
             b = GraphBuilder()
             x = b.placeholder(2, 5)
             source = b.call(aten.t, x) if transposed else x
-            return peak(b.output(b.call(aten.contiguous, source)))[0]
-
-        assert of(transposed=False) == 10
-        assert of(transposed=True) == 20
-
-    def test_reshape_costs_a_copy_only_where_the_layout_demands_it(self):
-        def of(transposed):
-            b = GraphBuilder()
-            x = b.placeholder(2, 5)
-            source = b.call(aten.t, x) if transposed else x
-            return peak(b.output(b.call(aten.reshape, source, [10])))[0]
+            return peak(b.output(b.call(op[0], source, *op[1:])))[0]
 
         assert of(transposed=False) == 10
         assert of(transposed=True) == 20
