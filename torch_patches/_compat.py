@@ -91,14 +91,18 @@ def mark_config_changed() -> None:
 def has_config(name: str) -> bool:
     """Whether Inductor's config has the flag ``name`` in this release.
 
-    Asked for ``bucket_mode`` (from 2.12) and the pre-bucketing switch below (from 2.13); drop the
-    questions when the minimum has them.
+    Asked for ``bucket_mode`` (from 2.12), the pre-bucketing switch (from 2.13) and the simple
+    overlap (from 2.14) below; drop the questions when the minimum has them.
     """
     return name in config_module._config
 
 
 PRE_BUCKETING_FLAG = "aten_distributed_optimizations.pre_bucketing_fsdp_collectives"
 """torch's own bucketing in front of its overlap scheduler; on by default from 2.13 on."""
+
+SIMPLE_OVERLAP_FLAG = "aten_distributed_optimizations.enable_simple_overlap"
+"""torch's own moving of starts up and waits down, in the code generator; on by default from 2.14
+on.  It respects control dependencies, but moves a start far in front of where a plan has it."""
 
 
 # -- custom passes --------------------------------------------------------------------------------
@@ -128,3 +132,17 @@ def inference_aware_base() -> type:
     """
     plain = custom_graph_pass.CustomGraphPass
     return getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", plain)
+
+
+# -- control dependencies -------------------------------------------------------------------------
+
+
+def runs_control_deps() -> bool:
+    """Whether a graph with ``control_deps`` can be run without Inductor (from 2.12).
+
+    Drop it when the minimum is 2.12.
+    """
+    from torch._C import DispatchKey
+    from torch._inductor.fx_passes.control_dependencies import control_deps
+
+    return DispatchKey.CompositeExplicitAutograd in control_deps.py_kernels
