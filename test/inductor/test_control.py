@@ -122,6 +122,33 @@ def test_wait_that_the_matmul_needs_carries_the_edge():
     ]
 
 
+def test_last_wait_that_the_matmul_needs_carries_the_edge():
+    """The earlier one would do as well, but says more than is needed."""
+    b = Graph()
+    starts = [b.gather(), b.gather(b.x), b.gather()]
+    needed = [b.wait(s) for s in starts[:2]]
+    mm = b.mm(b.part(needed[0]), b.part(needed[1]))
+    late = b.wait(starts[2])
+    gm = b.output(mm, late)
+    assert edges_of(gm, Overlap(starts[2], (mm,), (late,))) == [
+        (starts[2].name, needed[1].name),
+        (mm.name, late.name),
+    ]
+
+
+def test_wait_of_which_only_the_shape_is_needed_carries_nothing():
+    b = Graph()
+    starts = [b.gather(), b.gather(b.x)]
+    first = b.wait(starts[0])
+    mm = b.mm(b.x, b.call(aten.zeros_like, b.part(first)))
+    second = b.wait(starts[1])
+    gm = b.output(mm, second)
+    assert edges_of(gm, Overlap(starts[1], (mm,), (second,))) == [
+        (starts[1].name, mm.name),
+        (mm.name, second.name),
+    ]
+
+
 def test_order_of_starts_implies_an_edge():
     """gather_1, gather_2, mm(wait_2): gather_1 is in front of gather_2, so of wait_2, so of mm."""
     b = Graph()
@@ -171,7 +198,8 @@ def odd_compute(b):
         "fusible": lambda: b.call(aten.relu, b.x),
         "random": lambda: b.call(aten.bernoulli, b.x),
         "generator": lambda: b.call(aten.rand_like, b.x),
-        "tuple": lambda: b.getitem(b.call(sdpa, q, q, q), 0),
+        "attention": lambda: b.getitem(b.call(sdpa, q, q, q), 0),
+        "tuple": lambda: b.getitem(b.call(aten.max.dim, b.x, 0), 0),
         "mutable": lambda: b.call(aten.addmm_, b.x, b.w, b.w),
         "convolution": lambda: b.call(
             aten.convolution, image, kernel, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
