@@ -74,6 +74,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ffn", type=float, default=3.5, help="hidden width of the MLP over dim")
     add("--heads", type=int, default=8)
     add("--kv-heads", type=int, default=None)
+    add("--kv-rank", type=int, default=None, help="latent attention of this width, as DeepSeek's")
     add("--vocab", type=int, default=256)
     add("--seq", type=int, default=32)
     add("--batch", type=int, default=2, help="sequences on each rank")
@@ -81,6 +82,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--experts", type=int, default=8, help="moe: routed experts in all")
     add("--top-k", type=int, default=2, help="moe: experts of a token")
     add("--expert-ffn", type=float, default=1.0, help="moe: hidden width of an expert over dim")
+    add("--shared-experts", type=int, default=1, help="moe: experts that see every token")
+    add("--dense-layers", type=int, default=1, help="moe: leading blocks without experts")
     add("--capacity", type=float, default=1.25, help="moe: slots of an expert over its fair share")
     add("--ac", choices=("none", "block"), default="none", help="activation checkpointing")
     add(
@@ -105,8 +108,8 @@ def _check_arguments(parser: argparse.ArgumentParser, options: argparse.Namespac
         parser.error(f"--mode {options.mode} needs --mesh with dimensions {'x'.join(dims)}")
     if options.mode == "moe_ep" and options.model != "moe":
         parser.error("--mode moe_ep needs --model moe")
-    if options.mode == "fsdp_tp" and options.model != "llama":
-        parser.error("--mode fsdp_tp needs --model llama")
+    if options.mode == "fsdp_tp" and (options.model != "llama" or options.kv_rank):
+        parser.error("--mode fsdp_tp needs --model llama without --kv-rank")
 
 
 # ------------------------------------------------------------------------------------------ models
@@ -119,6 +122,7 @@ def build_model(options: argparse.Namespace) -> nn.Module:
         "dim": options.dim,
         "heads": options.heads,
         "kv_heads": options.kv_heads,
+        "kv_rank": options.kv_rank,
         "vocab": options.vocab,
         "ffn_multiple": options.ffn,
         "max_seq": options.seq,
@@ -132,6 +136,8 @@ def build_model(options: argparse.Namespace) -> nn.Module:
             experts=options.experts,
             top_k=options.top_k,
             expert_multiple=options.expert_ffn,
+            shared_experts=options.shared_experts,
+            dense_layers=options.dense_layers,
             capacity_factor=options.capacity,
             **shape,
         )

@@ -61,6 +61,8 @@ class ModelConfig:
         max_seq: longest sequence the rotary tables cover.
         tied: the head uses the embedding's weight.
         checkpoint_blocks: recompute every block in the backward, except attention itself.
+        kv_rank: width of the latent vector that keys and values are made from
+            (:class:`LatentAttention`); None for plain attention.
     """
 
     layers: int = 2
@@ -72,10 +74,16 @@ class ModelConfig:
     max_seq: int = 64
     tied: bool = False
     checkpoint_blocks: bool = False
+    kv_rank: int | None = None
 
     @property
     def head_dim(self) -> int:
         return self.dim // self.heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """How much of a head is rotated; of latent attention an extra half head is."""
+        return self.head_dim if self.kv_rank is None else self.head_dim // 2
 
     @property
     def hidden(self) -> int:
@@ -94,6 +102,7 @@ class MoEConfig(ModelConfig):
         capacity_factor: slots of an expert over its fair share of a rank's tokens; tokens beyond
             that are dropped.  None gives every expert a slot for every token: nothing is dropped,
             so the result does not depend on how the batch is spread over ranks.
+        shared_experts: experts that see every token, as one MLP of their joint width.
     """
 
     experts: int = 8
@@ -101,6 +110,7 @@ class MoEConfig(ModelConfig):
     expert_multiple: float = 1.0
     dense_layers: int = 1
     capacity_factor: float | None = None
+    shared_experts: int = 1
 
     def capacity(self, tokens: int) -> int:
         if self.capacity_factor is None:
@@ -110,7 +120,7 @@ class MoEConfig(ModelConfig):
 
 def _rotary_tables(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines, [max_seq, head_dim / 2]."""
-    half = config.head_dim // 2
+    half = config.rotary_dim // 2
     frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float32) / half)
     angles = torch.outer(torch.arange(config.max_seq, dtype=torch.float32), frequencies)
     return angles.cos(), angles.sin()
@@ -161,6 +171,36 @@ class Attention(nn.Module):
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=self.grouped
         )
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+class LatentAttention(nn.Module):
+    """Causal attention as in DeepSeek-V2 and V3 without the queries' own latent vector: keys and
+    values of all heads come from one narrow vector a token, and a rotated half head goes beside."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.kv_rank is not None
+        self.plain, self.rotated, self.kv_rank = config.head_dim, config.rotary_dim, config.kv_rank
+        self.wq = nn.Linear(config.dim, config.heads * (self.plain + self.rotated), bias=False)
+        self.wkv_a = nn.Linear(config.dim, config.kv_rank + self.rotated, bias=False)
+        self.kv_norm = nn.RMSNorm(config.kv_rank, eps=1e-5)
+        self.wkv_b = nn.Linear(config.kv_rank, config.heads * 2 * self.plain, bias=False)
+        self.wo = nn.Linear(config.heads * self.plain, config.dim, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        plain, rotated = self.plain, self.rotated
+        query = self.wq(x).unflatten(-1, (-1, plain + rotated)).transpose(1, 2)
+        query_plain, query_rotated = query.split([plain, rotated], dim=-1)
+        query = torch.cat([query_plain, _rotate(query_rotated, cos, sin)], dim=-1)
+        latent, key_rotated = self.wkv_a(x).split([self.kv_rank, rotated], dim=-1)
+        both = self.wkv_b(self.kv_norm(latent)).unflatten(-1, (-1, 2 * plain)).transpose(1, 2)
+        key_plain, value = both.split([plain, plain], dim=-1)
+        key_rotated = _rotate(key_rotated.unsqueeze(1), cos, sin)
+        key = torch.cat([key_plain, key_rotated.expand(-1, key_plain.shape[1], -1, -1)], dim=-1)
+        # Fused attention wants one width for queries, keys and values.
+        value = F.pad(value, (0, rotated))
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)[..., :plain]
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
@@ -218,14 +258,15 @@ class Experts(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """Top-k routed experts plus one shared expert that sees every token."""
+    """Top-k routed experts plus shared ones that see every token."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
         self.router = nn.Linear(config.dim, config.experts, bias=False)
         self.experts = Experts(config)
-        self.shared = SwiGLU(config.dim, int(config.dim * config.expert_multiple))
+        shared = config.shared_experts * int(config.dim * config.expert_multiple)
+        self.shared = SwiGLU(config.dim, shared)
 
     def _route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gate and slot of each (token, choice), both [tokens * top_k].
@@ -265,7 +306,8 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, mlp: nn.Module) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=1e-5)
-        self.attention = Attention(config)
+        latent = config.kv_rank is not None
+        self.attention = LatentAttention(config) if latent else Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=1e-5)
         self.feed_forward = mlp
 

@@ -1,0 +1,148 @@
+"""Runs torch's own overlap scheduling on a captured graph, on a machine without a GPU or network.
+
+torch asks the device for its memory bandwidth, its arithmetic rate and its generation; here it gets
+those of our device table.  Its collectives' sizes come from process groups, which exist on torch's fake
+backend, by the names and ranks of the capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from unittest import mock
+
+import torch.distributed as dist
+import torch.fx as fx
+from torch._inductor import comm_analysis, config
+from torch._inductor import utils as inductor_utils
+from torch._inductor.fx_passes import overlap_scheduling
+from torch._inductor.fx_passes.fsdp import pre_bucket_fsdp_collectives
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _runtime_estimation
+
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import Device
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+
+#: What torch's cost model calls the generation of a device of ours.
+_GENERATIONS = {"A100": "AMPERE", "H100": "HOPPER", "H200": "HOPPER", "B200": "BLACKWELL"}
+
+
+@contextlib.contextmanager
+def process_groups(groups: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
+    """Fake process groups by the names that a capture's graphs use, seen from the first rank that
+    is in all of them.
+
+    Raises:
+        ValueError: no rank is in all groups.
+    """
+    shared = set.intersection(*(set(ranks) for ranks in groups.values())) if groups else {0}
+    if not shared:
+        raise ValueError("no rank is in all process groups of the capture")
+    world = 1 + max((rank for ranks in groups.values() for rank in ranks), default=0)
+    hook = sys.excepthook  # replaced by init_process_group
+    dist.init_process_group("fake", store=FakeStore(), rank=min(shared), world_size=world)
+    try:
+        _register(groups)
+        yield
+    finally:
+        dist.destroy_process_group()  # forgets all names
+        sys.excepthook = hook
+
+
+def _register(groups: Mapping[str, tuple[int, ...]]) -> None:
+    default = dist.group.WORLD
+    assert default is not None
+    made = {name: dist.new_group(list(ranks)) for name, ranks in groups.items()}
+    # torch counts its names up, so all of its own go before the first of the capture's comes.
+    for group in made.values():
+        distributed_c10d._unregister_process_group(group.group_name)
+    for name, group in made.items():
+        if name != default.group_name:
+            distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def device_constants(device: Device) -> Iterator[None]:
+    """torch's cost models see ``device`` wherever they ask for the one of this machine."""
+    generation = comm_analysis.NVIDIA_GPU_TYPE[_GENERATIONS.get(device.name, "AMPERE")]
+    with contextlib.ExitStack() as stack:
+        for module in (inductor_utils, _runtime_estimation):
+            rate = mock.patch.object(module, "get_device_tflops", device.matmul_tflops)
+            memory = mock.patch.object(module, "get_gpu_dram_gbps", lambda: device.dram_gb_per_s)
+            stack.enter_context(rate)
+            stack.enter_context(memory)
+        stack.enter_context(mock.patch.object(comm_analysis, "get_gpu_type", lambda: generation))
+        yield
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's INFO and WARNING lines, some of which hold a whole graph."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def schedule(
+    gm: fx.GraphModule,
+    model: RuntimeModel,
+    *,
+    pre_bucketing: bool,
+    our_estimates: bool = False,
+) -> fx.GraphModule:
+    """torch's scheduler with bucketing, everything else as its flags' defaults give it.
+
+    Needs :func:`process_groups`.
+
+    Args:
+        gm: changed, possibly in place.
+        model: its device's constants are those that torch sees.
+        pre_bucketing: torch's FSDP pre-bucketing.
+        our_estimates: torch also decides by our times of collectives and products, instead of by its
+            own formulas.
+    """
+    flags: dict[str, object] = {
+        "collective_bucketing": True,
+        "compute_estimator": "analytical",
+        "insert_overlap_deps": False,
+        "pre_bucketing_fsdp_collectives": pre_bucketing,
+    }
+    with device_constants(model.device), quiet(), contextlib.ExitStack() as stack:
+        if our_estimates:
+            if pre_bucketing:
+                _pre_bucketed(gm)
+            flags["pre_bucketing_fsdp_collectives"] = False
+            flags["custom_runtime_estimation"] = _estimation(gm, model)
+        prefix = "aten_distributed_optimizations."
+        stack.enter_context(config.patch({prefix + n: value for n, value in flags.items()}))
+        return overlap_scheduling.schedule_overlap_bucketing_from_inductor_configs(gm)
+
+
+def _pre_bucketed(gm: fx.GraphModule) -> None:
+    """torch's FSDP pre-bucketing alone, so that the nodes it makes can be given our times too."""
+    pre_bucket_fsdp_collectives(gm)
+    stable_topological_sort(gm.graph)
+
+
+def _estimation(
+    gm: fx.GraphModule, model: RuntimeModel
+) -> Callable[[fx.Node, int | None], float | None]:
+    """Our times as torch's ``custom_runtime_estimation``; None for nodes that ``gm`` lacks now."""
+    skeleton = collect(gm.graph)
+    costs = model.node_costs(gm.graph, skeleton)
+    starts = {c.start: c for c in skeleton.collectives}
+
+    def estimate(node: fx.Node, size_bytes: int | None) -> float | None:
+        if node in starts:
+            return model.collective_ms(starts[node], size_bytes)
+        return costs[node].ms if node in costs else None
+
+    return estimate

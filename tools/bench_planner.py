@@ -1,0 +1,327 @@
+"""Our planner beside torch's on the same captured graphs, all judged by one simulator.
+
+    python tools/bench_planner.py --capture /tmp/graphs         # makes the graphs (minutes, no GPU)
+    python tools/bench_planner.py /tmp/graphs/*.json.gz [--ours auto] [--out table.md]
+
+One JSON line for each graph and planner as it is done, then a Markdown table and the geometric means.
+Planners: ``input`` (nothing runs), ``torch+pre`` and ``torch`` (``schedule_overlap_bucketing`` with and
+without FSDP pre-bucketing, everything else as torch's flags have it), ``ours``.  torch runs without a GPU
+because it is told the constants of our device table (``_bench_torch.py``).
+
+Columns: simulated ms of the whole graph on H100s (``estimate/timeline.py``) and over the bound that no
+order can beat (``_bench_bound.py``); ms during which compute stands still, by process group; ms of
+compute more than in the input (copies into and out of buckets); peak GiB with inputs kept, and with
+inputs freed but for gathered parameters; CPU seconds of the pass (process time, collector on, recompiling
+included); launches by kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.fx as fx
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the _bench modules
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import _bench_captures
+import _bench_torch
+from _bench_bound import lower_bound
+
+import torch_patches
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import peak_bytes
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import simulate
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind, Traffic
+from torch_patches.testing.backends import as_on_gpu
+from torch_patches.testing.captured import load_captured
+
+GIB = 2**30
+INPUT, TORCH_PRE, TORCH, OURS = "input", "torch+pre", "torch", "ours"
+#: torch deciding by our times instead of its own formulas (``--torch-estimates``).
+TORCH_PRE_OUR_TIMES, TORCH_OUR_TIMES = "torch+pre, our times", "torch, our times"
+#: Changes a graph, in place or not, and returns the result.
+Planner = Callable[[fx.GraphModule], fx.GraphModule]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One graph after one planner.
+
+    Args:
+        file, graph: the capture, and "fw" or "bw" of it.
+        planner: see the module.
+        error: why there is no result; all else is then 0.
+        total_ms, compute_ms: of the simulated run, and of its compute nodes alone.
+        bound_ms: that no order of the input can beat: all compute, or the heaviest chain of one group.
+        any_chain_ms: the heaviest chain whatever the groups.
+        exposed_ms: by process group.
+        peak_bytes, freed_peak_bytes: inputs kept; inputs freed, gathered parameters kept.
+        cpu_s: process time of the planner.
+        launches: by kind.
+        nodes: of the result.
+    """
+
+    file: str
+    graph: str
+    planner: str
+    error: str = ""
+    total_ms: float = 0.0
+    compute_ms: float = 0.0
+    bound_ms: float = 0.0
+    any_chain_ms: float = 0.0
+    exposed_ms: dict[str, float] = field(default_factory=dict)
+    peak_bytes: int = 0
+    freed_peak_bytes: int = 0
+    cpu_s: float = 0.0
+    launches: dict[str, int] = field(default_factory=dict)
+    nodes: int = 0
+
+
+# -- planners -------------------------------------------------------------------------------------
+
+
+def planners(arguments: argparse.Namespace, model: RuntimeModel) -> dict[str, Planner]:
+    """By name, in the order of the table."""
+
+    def with_torch(pre_bucketing: bool, our_estimates: bool) -> Planner:
+        return lambda gm: _bench_torch.schedule(
+            gm, model, pre_bucketing=pre_bucketing, our_estimates=our_estimates
+        )
+
+    def ours(gm: fx.GraphModule) -> fx.GraphModule:
+        options = {"bucketing_mode": arguments.ours, **arguments.ours_options}
+        report = torch_patches.optimize_graph(gm, **options)
+        if report.failure:
+            raise RuntimeError(report.failure)
+        return gm
+
+    result: dict[str, Planner] = {INPUT: lambda gm: gm}
+    if arguments.torch_estimates in ("torch", "both"):
+        result |= {TORCH_PRE: with_torch(True, False), TORCH: with_torch(False, False)}
+    if arguments.torch_estimates in ("ours", "both"):
+        result |= {TORCH_PRE_OUR_TIMES: with_torch(True, True)}
+        result |= {TORCH_OUR_TIMES: with_torch(False, True)}
+    return result | {OURS: ours}
+
+
+# -- measuring ------------------------------------------------------------------------------------
+
+
+def run_case(path: Path, graph: str, name: str, planner: Planner, model: RuntimeModel) -> Case:
+    """Loads ``graph`` afresh, plans and measures it.  An exception of the planner is a result."""
+    captured = load_captured(path)
+    gm = captured.graphs[graph]
+    label = path.name.removesuffix(".json.gz")
+    with as_on_gpu(), _bench_torch.process_groups(captured.groups):
+        kept = gathered_inputs(gm.graph)
+        gc.collect()
+        start = time.process_time()
+        try:
+            after = planner(gm)
+        except Exception as error:
+            traceback.print_exc(limit=-4)
+            return Case(label, graph, name, error=f"{type(error).__name__}: {error!s:.200}")
+        cpu_s = time.process_time() - start
+        measured = measure(after.graph, kept, model, captured.group_descriptions)
+        if name == INPUT:
+            bound = lower_bound(after.graph, collect(after.graph), model)
+            measured |= {"bound_ms": bound.ms, "any_chain_ms": bound.any_chain_ms}
+        return Case(label, graph, name, cpu_s=cpu_s, **measured)
+
+
+def measure(
+    graph: fx.Graph, kept: set[int], model: RuntimeModel, labels: Mapping[str, str]
+) -> dict[str, Any]:
+    """What :class:`Case` says of a finished graph.
+
+    Args:
+        kept: places of the inputs that are never freed.
+        labels: what process groups are for, by name.
+    """
+    skeleton = collect(graph)
+    costs = model.node_costs(graph, skeleton)
+    timeline = simulate(graph.nodes, skeleton, model, costs)
+    inputs = graph.find_nodes(op="placeholder")
+    exposed = timeline.exposed_by_group()
+    freed = peak_bytes(graph, free_inputs=True, kept={inputs[place] for place in kept})
+    return {
+        "total_ms": timeline.total_ms,
+        "compute_ms": timeline.compute_ms,
+        "exposed_ms": {labels.get(group) or group: ms for group, ms in exposed.items()},
+        "peak_bytes": peak_bytes(graph).peak_bytes,
+        "freed_peak_bytes": freed.peak_bytes,
+        "launches": dict(Counter(c.kind.value for c in skeleton.collectives)),
+        "nodes": len(graph.nodes),
+    }
+
+
+def gathered_inputs(graph: fx.Graph) -> set[int]:
+    """Places of the inputs that parameter gathers read: the caller holds them anyway."""
+    pending = [
+        c.start
+        for c in collect(graph).collectives
+        if c.kind is CollectiveKind.ALL_GATHER and c.traffic is Traffic.PARAMETER
+    ]
+    seen = set(pending)
+    while pending:
+        fresh = [n for n in pending.pop().all_input_nodes if n not in seen]
+        seen.update(fresh)
+        pending.extend(fresh)
+    inputs = graph.find_nodes(op="placeholder")
+    return {place for place, node in enumerate(inputs) if node in seen}
+
+
+# -- output ---------------------------------------------------------------------------------------
+
+
+def by_graph(cases: Sequence[Case]) -> Iterator[dict[str, Case]]:
+    """Cases of each graph, by planner."""
+    graphs: dict[tuple[str, str], dict[str, Case]] = {}
+    for case in cases:
+        graphs.setdefault((case.file, case.graph), {})[case.planner] = case
+    yield from graphs.values()
+
+
+def table(cases: Sequence[Case]) -> str:
+    """The Markdown table and the geometric means."""
+    heads = (
+        "file|graph|planner|ms|ms / bound|exposed ms by group|copies ms|peak GiB|freed GiB|CPU s"
+    )
+    lines = [f"| {heads.replace('|', ' | ')} | launches |", "|---|---|---" + "|---" * 8 + "|"]
+    for group in by_graph(cases):
+        lines += [f"| {' | '.join(cells(case, group[INPUT]))} |" for case in group.values()]
+    return "\n".join([*lines, "", *summary(cases)])
+
+
+def cells(case: Case, before: Case) -> list[str]:
+    """One row of the table; ``before`` is the input of the same graph."""
+    head = [case.file, case.graph, case.planner]
+    if case.error:
+        return [*head, case.error.replace("|", "/").replace("\n", " "), *[""] * 7]
+    exposed = ", ".join(f"{group} {ms:.1f}" for group, ms in case.exposed_ms.items())
+    launches = ", ".join(f"{kind} {count}" for kind, count in case.launches.items())
+    return [
+        *head,
+        f"{case.total_ms:.1f}",
+        f"{case.total_ms / before.bound_ms:.3f}",
+        exposed,
+        f"{case.compute_ms - before.compute_ms:+.1f}",
+        _against(case.peak_bytes, before.peak_bytes),
+        _against(case.freed_peak_bytes, before.freed_peak_bytes),
+        f"{case.cpu_s:.2f}",
+        launches,
+    ]
+
+
+def _against(size: int, before: int) -> str:
+    return f"{size / GIB:.2f} ({size / max(before, 1):.3f})"
+
+
+def summary(cases: Sequence[Case]) -> list[str]:
+    """Geometric means over the graphs that have what they compare."""
+    faster: list[float] = []
+    over_bound: list[float] = []
+    cpu: list[float] = []
+    peaks: list[float] = []
+    for group in by_graph(cases):
+        ours = group.get(OURS)
+        if ours is None or ours.error:
+            continue
+        over_bound.append(group[INPUT].bound_ms / ours.total_ms)
+        peaks.append(ours.freed_peak_bytes / max(group[INPUT].freed_peak_bytes, 1))
+        peers = [c for n, c in group.items() if n not in (INPUT, OURS) and not c.error]
+        if peers:
+            faster.append(ours.total_ms / min(c.total_ms for c in peers))
+            cpu.append(ours.cpu_s / min(c.cpu_s for c in peers))
+    return [
+        f"ours / torch's better setting, ms: {_mean(faster)} (largest {_largest(faster)})",
+        f"bound / ours: {_mean(over_bound)}",
+        f"peak over the input's, inputs freed: {_mean(peaks)} (largest {_largest(peaks)})",
+        f"CPU, ours / torch's faster setting: {_mean(cpu)} (largest {_largest(cpu)})",
+    ]
+
+
+def _mean(values: Sequence[float]) -> str:
+    if not values:
+        return "no graph"
+    mean = math.exp(sum(map(math.log, values)) / len(values))
+    return f"{mean:.3f} over {len(values)} graphs"
+
+
+def _largest(values: Sequence[float]) -> str:
+    return f"{max(values):.3f}" if values else "none"
+
+
+# -- command line ---------------------------------------------------------------------------------
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("files", nargs="*", type=Path, help="captures (tools/capture_graph.py)")
+    add(
+        "--capture", type=Path, metavar="DIR", help="make the captures that are missing there, stop"
+    )
+    add("--ours", default="topo_span", metavar="MODE", help="bucketing_mode of our planner")
+    add(
+        "--ours-options",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help='further arguments of optimize_graph, such as {"max_topo_span": null}',
+    )
+    add("--graphs", default="fw,bw", help="which graphs of each file")
+    add("--planners", default="", help="only these, such as input,ours")
+    add(
+        "--torch-estimates",
+        choices=("torch", "ours", "both"),
+        default="torch",
+        help="whose times torch's scheduler decides by",
+    )
+    add("--out", type=Path, help="also write the table there")
+    arguments = parser.parse_args(argv)
+    if not arguments.files and arguments.capture is None:
+        parser.error("give captures to read, or --capture DIR to make them")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    if arguments.capture is not None:
+        return _bench_captures.make_all(arguments.capture)
+    model = RuntimeModel()
+    chosen = planners(arguments, model)
+    if arguments.planners:
+        names = {INPUT, *arguments.planners.split(",")}
+        chosen = {name: planner for name, planner in chosen.items() if name in names}
+    cases: list[Case] = []
+    for path in arguments.files:
+        present = load_captured(path).graphs
+        for graph in [name for name in arguments.graphs.split(",") if name in present]:
+            for name, planner in chosen.items():
+                cases.append(run_case(path, graph, name, planner, model))
+                print(json.dumps(asdict(cases[-1])), flush=True)
+    text = table(cases)
+    print(text)
+    if arguments.out is not None:
+        arguments.out.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
