@@ -1,11 +1,12 @@
 """A time that no legal order of a graph's nodes can beat, and no merge of its collectives either.
 
-Two bounds, of which the larger counts (BASELINES, section A):
+Two bounds, of which the larger counts, are those of BASELINES, section A; the third is ours:
 
     compute   all kernels run on one stream: the sum of their times
     chain     collectives that depend on each other run one after the other.  Compute that every
               collective of a chain has among its ancestors or its descendants runs under none of
               them, so it takes its time beside theirs.
+    traffic   the bytes of all collectives on one link over its bandwidth, without any latency
 
 The heaviest chain is found exactly.  Compute comparable to all of c1 -> c2 -> ... -> ck lies before
 c1, between two neighbours (after one *and* before the next), or after ck, so a chain's weight is a sum
@@ -33,16 +34,24 @@ class LowerBound:
         compute_ms: all compute.
         chain_ms: the heaviest chain within one process group.
         any_chain_ms: the heaviest chain whatever the groups; never below ``chain_ms``.
+        traffic_ms: moving data on the busiest link, or for the busiest group where the model lets
+            groups have a link each.
     """
 
     compute_ms: float
     chain_ms: float
     any_chain_ms: float
+    traffic_ms: float
 
     @property
     def ms(self) -> float:
         """The bound of BASELINES: chains of one group."""
         return max(self.compute_ms, self.chain_ms)
+
+    @property
+    def floor_ms(self) -> float:
+        """The largest of all: what counts where communication takes longer than compute."""
+        return max(self.compute_ms, self.any_chain_ms, self.traffic_ms)
 
 
 def lower_bound(graph: fx.Graph, skeleton: Skeleton, model: RuntimeModel) -> LowerBound:
@@ -59,7 +68,18 @@ def lower_bound(graph: fx.Graph, skeleton: Skeleton, model: RuntimeModel) -> Low
         compute_ms=sum(costs.values()),
         chain_ms=max(within, default=0.0),
         any_chain_ms=table.heaviest(skeleton.collectives),
+        traffic_ms=_traffic_ms(skeleton, model),
     )
+
+
+def _traffic_ms(skeleton: Skeleton, model: RuntimeModel) -> float:
+    lanes: dict[object, float] = {}
+    for collective in skeleton.collectives:
+        shared = model.interference.link_sharing == 1.0
+        lane = model.link(collective) if shared else collective.group
+        moving = model.collective_ms(collective) - model.collective_ms(collective, 0)
+        lanes[lane] = lanes.get(lane, 0.0) + moving
+    return max(lanes.values(), default=0.0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,6 +23,8 @@ _MOE = (
 )
 
 RECIPES: dict[str, str] = {
+    "moe_8x8": f"{_MOE} --mesh 8x8",
+    "moe_16x8": f"{_MOE} --mesh 16x8",
     "llama_fsdp64": f"{_LLAMA} {_SHORT} --mode fsdp --mesh 64",
     "llama_fsdp64_long": f"{_LLAMA} {_LONG} --mode fsdp --mesh 64",
     "llama_fsdp256": f"{_LLAMA} {_SHORT} --mode fsdp --mesh 256",
@@ -33,8 +35,6 @@ RECIPES: dict[str, str] = {
     "llama_fsdp32_tp8_long": f"{_LLAMA} {_LONG_TP} --mode fsdp_tp --mesh 32x8",
     "llama_hsdp8x8": f"{_LLAMA} {_SHORT} --mode hsdp --mesh 8x8",
     "llama_ddp8": f"{_LLAMA} {_SHORT} --mode ddp --mesh 8",
-    "moe_8x8": f"{_MOE} --mesh 8x8",
-    "moe_16x8": f"{_MOE} --mesh 16x8",
 }
 """Options of ``capture_graph.py`` by name of the file."""
 
