@@ -156,6 +156,15 @@ def test_bound_of_one_group_does_not_add_the_other_groups_collectives(bound: Mod
     assert both(bound, gm) == (0.0, 30.0, 60.0)
 
 
+def test_bound_follows_a_buffer_that_is_written_and_read_again(bound: ModuleType) -> None:
+    """reduce -> copy_ into y; mm of y: no edge leads from the copy to the product."""
+    b = Lines()
+    y = b.placeholder(8, 8)
+    b.call(aten.copy_, y, b.reduce(b.x))
+    gm = b.output(b.mm(y))
+    assert both(bound, gm) == (10.0, 40.0, 40.0)
+
+
 def test_traffic_is_bytes_over_bandwidth_of_the_busiest_link(bound: ModuleType) -> None:
     """Two gathers of 64 MiB within a node (370 GB/s, devices.py) and one of 16 ranks (45 GB/s)."""
     b = GraphBuilder()
