@@ -295,6 +295,9 @@ def test_both_planners_are_judged_on_the_same_graph(
         by_name[n]["total_ms"] for n in ("torch+pre", "torch")
     )
     assert f"better setting, ms: {ratio:.3f} over 1 graphs (largest {ratio:.3f})" in out.read_text()
+    earlier = tmp_path / "run.txt"
+    earlier.write_text("\n".join(lines))
+    assert run(bench, capsys, "--cases", str(earlier))[1] == lines[len(cases) :]
 
 
 def test_an_exception_of_torch_is_a_row(

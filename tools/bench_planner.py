@@ -1,7 +1,8 @@
 """Our planner beside torch's on the same captured graphs, all judged by one simulator.
 
     python tools/bench_planner.py --capture /tmp/graphs         # makes the graphs (minutes, no GPU)
-    python tools/bench_planner.py /tmp/graphs/*.json.gz [--ours auto] [--out table.md]
+    python tools/bench_planner.py /tmp/graphs/*.json.gz [--ours auto] > run.txt
+    python tools/bench_planner.py --cases run.txt other_run.txt --out table.md    # one table of both
 
 One JSON line for each graph and planner as it is done, then a Markdown table and the geometric means.
 Planners: ``input`` (nothing runs), ``torch+pre`` and ``torch`` (``schedule_overlap_bucketing`` with and
@@ -268,6 +269,13 @@ def _largest(values: Sequence[float]) -> str:
     return f"{max(values):.3f}" if values else "none"
 
 
+def read_cases(path: Path) -> Iterator[Case]:
+    """Cases of an earlier run's output, whose other lines are skipped."""
+    for line in path.read_text().splitlines():
+        if line.startswith("{"):
+            yield Case(**json.loads(line))
+
+
 # -- command line ---------------------------------------------------------------------------------
 
 
@@ -296,10 +304,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default="torch",
         help="whose times torch's scheduler decides by",
     )
+    add("--cases", type=Path, nargs="+", default=[], help="add the JSON lines of earlier runs")
     add("--out", type=Path, help="also write the table there")
     arguments = parser.parse_args(argv)
-    if not arguments.files and arguments.capture is None:
-        parser.error("give captures to read, or --capture DIR to make them")
+    if not (arguments.files or arguments.cases or arguments.capture):
+        parser.error("give captures to read, --cases of earlier runs, or --capture DIR")
     return arguments
 
 
@@ -312,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.planners:
         names = {INPUT, *arguments.planners.split(",")}
         chosen = {name: planner for name, planner in chosen.items() if name in names}
-    cases: list[Case] = []
+    cases = [case for path in arguments.cases for case in read_cases(path)]
     for path in arguments.files:
         present = load_captured(path).graphs
         for graph in [name for name in arguments.graphs.split(",") if name in present]:
