@@ -312,6 +312,15 @@ def test_an_exception_of_torch_is_a_row(
     assert "ours / torch's better setting, ms: no graph (largest none)" in lines
 
 
+def test_means_leave_out_what_has_no_collectives(
+    bench: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A DDP forward."""
+    cases, lines = run(bench, capsys, str(DDP), "--graphs", "fw")
+    assert len(cases) == 4 and not any(case["error"] or case["launches"] for case in cases)
+    assert "ours / torch's better setting, ms: no graph (largest none)" in lines
+
+
 def test_torch_can_decide_by_our_times(
     bench: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:

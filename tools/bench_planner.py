@@ -233,7 +233,7 @@ def _against(size: int, before: int) -> str:
 
 
 def summary(cases: Sequence[Case]) -> list[str]:
-    """Geometric means over the graphs that have what they compare."""
+    """Geometric means over the graphs that have what they compare, and have collectives."""
     faster: list[float] = []
     over_bound: list[float] = []
     over_floor: list[float] = []
@@ -241,7 +241,7 @@ def summary(cases: Sequence[Case]) -> list[str]:
     peaks: list[float] = []
     for group in by_graph(cases):
         ours = group.get(OURS)
-        if ours is None or ours.error:
+        if ours is None or ours.error or not group[INPUT].launches:
             continue
         over_bound.append(group[INPUT].bound_ms / ours.total_ms)
         over_floor.append(group[INPUT].floor_ms / ours.total_ms)
