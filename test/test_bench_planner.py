@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import math
 import random
 import sys
 from collections.abc import Iterator
@@ -351,6 +352,26 @@ def test_torch_sees_the_constants_of_our_table(torch_side: ModuleType) -> None:
         assert _runtime_estimation.get_device_tflops(torch.bfloat16) == 989
         assert comm_analysis.get_gpu_type() is comm_analysis.NVIDIA_GPU_TYPE.HOPPER
     assert comm_analysis.get_gpu_type is before
+
+
+def test_recipes_are_options_of_the_capture_tool(tmp_path: Path) -> None:
+    captures, capture = next(_tool("_bench_captures")), next(_tool("capture_graph"))
+    ranks = {}
+    for name, recipe in captures.RECIPES.items():
+        options = capture.parse_arguments([*recipe.split(), "-o", str(tmp_path / name)])
+        ranks[name] = math.prod(options.mesh_shape)
+    assert (ranks["llama_fsdp32_tp8"], ranks["llama_hsdp8x8"], ranks["moe_16x8"]) == (256, 64, 128)
+
+
+def test_captures_that_exist_are_kept_and_a_failure_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures = next(_tool("_bench_captures"))
+    monkeypatch.setattr(captures, "RECIPES", {"there": "", "bad": "--mode nonsense", "last": ""})
+    (tmp_path / "there.json.gz").write_text("as it was")
+    assert captures.make_all(tmp_path) == 2  # argparse
+    assert [path.name for path in tmp_path.iterdir()] == ["there.json.gz"]
+    assert (tmp_path / "there.json.gz").read_text() == "as it was"
 
 
 # -- the model of the mixture-of-experts graphs ---------------------------------------------------

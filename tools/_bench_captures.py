@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Llama-3-8B.
-_LLAMA = "--model llama --layers 32 --dim 4096 --heads 32 --kv-heads 8 --vocab 128256"
+# Llama-3-8B, and with a quarter of its layers.
+_LLAMA_SIZES = "--model llama --dim 4096 --heads 32 --kv-heads 8 --vocab 128256"
+_LLAMA = f"{_LLAMA_SIZES} --layers 32"
+_LLAMA_8L = f"{_LLAMA_SIZES} --layers 8"
 _SHORT = "--seq 2048 --batch 1"
 # Enough work to hide FSDP's traffic between nodes under (16,384 tokens a rank, or 32,768 for eight);
 # without recomputation the activations would not fit a GPU.
@@ -35,6 +37,8 @@ RECIPES: dict[str, str] = {
     "llama_fsdp32_tp8_long": f"{_LLAMA} {_LONG_TP} --mode fsdp_tp --mesh 32x8",
     "llama_hsdp8x8": f"{_LLAMA} {_SHORT} --mode hsdp --mesh 8x8",
     "llama_ddp8": f"{_LLAMA} {_SHORT} --mode ddp --mesh 8",
+    # torch 2.13 spends minutes of CPU on the one above.
+    "llama8l_ddp8": f"{_LLAMA_8L} {_SHORT} --mode ddp --mesh 8",
 }
 """Options of ``capture_graph.py`` by name of the file."""
 
