@@ -12,7 +12,7 @@ Compute under an active collective is slower, and collectives of two groups on o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.fx as fx
@@ -94,28 +94,111 @@ def simulate(
         costs: of its compute nodes (:meth:`RuntimeModel.node_costs`).
     """
     run = Lanes(model)
-    starts = {c.start: c for c in skeleton.collectives}
-    waits = {wait: c for c in skeleton.collectives for wait in c.waits}
-    compute_ms = 0.0
+    launches = launches_of(skeleton, model)
     for node in order:
-        if node in starts:
-            run.start(starts[node])
-        elif node in waits:
-            run.wait(waits[node])
+        if node in launches.starts:
+            run.start(launches.starts[node])
+        elif node in launches.waits:
+            run.wait(launches.waits[node])
         elif node in costs:
-            compute_ms += costs[node].ms
             run.compute(node, costs[node])
-    return run.finish(skeleton, compute_ms)
+    return run.finish(launches.all)
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """What the lanes need to know of one collective, or of several launched as one.
+
+    Args:
+        collective: the first of them, whose index names the launch.
+        ms: on an idle link.
+        link: that it uses.
+        host_ms: of issuing it.
+    """
+
+    collective: Collective
+    ms: float
+    link: Link
+    host_ms: float
+
+
+def launch_of(members: Sequence[Collective], model: RuntimeModel, coalesced: bool = True) -> Launch:
+    """The launch of one collective, or of a bucket.
+
+    Args:
+        members: in graph order; their sizes add up.
+        coalesced: several outputs, each of which costs the host something; else one tensor.
+    """
+    first = members[0]
+    size = None if len(members) == 1 else sum(member.size_bytes for member in members)
+    outputs = sum(max(len(member.waits), 1) for member in members) if coalesced else 1
+    host = model.host
+    host_us = host.collective_us + (outputs - 1) * host.coalesced_member_us
+    return Launch(first, model.collective_ms(first, size), model.link(first), host_us / 1e3)
+
+
+@dataclass(frozen=True, eq=False)
+class Launches:
+    """The launches of a graph as it stands.
+
+    Args:
+        all: in start order.
+        starts, waits: by the node that launches, or waits for, each.
+    """
+
+    all: Sequence[Launch]
+    starts: Mapping[fx.Node, Launch]
+    waits: Mapping[fx.Node, Launch]
+
+
+def launches_of(skeleton: Skeleton, model: RuntimeModel) -> Launches:
+    """Each collective of the graph launched on its own."""
+    launches = [launch_of((collective,), model) for collective in skeleton.collectives]
+    starts = {launch.collective.start: launch for launch in launches}
+    waits = {wait: launch for launch in launches for wait in launch.collective.waits}
+    return Launches(launches, starts, waits)
+
+
+@dataclass(frozen=True, eq=False)
+class FlightState:
+    """A collective that has been issued, as :class:`LanesState` keeps it.
+
+    Args:
+        begin_ms, end_ms: from ``now`` on; 0 for what lies behind.
+    """
+
+    launch: Launch
+    begin_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True, eq=False)
+class LanesState:
+    """What the future of a run depends on, all relative to :attr:`Lanes.now`.
+
+    Clocks that lie behind ``now`` are alike: nothing can begin before it.
+
+    Args:
+        lag_ms: how far behind ``now`` the host is.
+        groups, links: ms for which each that is busy still is.
+        flights: by index of the launch, in start order.
+    """
+
+    lag_ms: float
+    groups: Mapping[str, float]
+    links: Mapping[Link, float]
+    flights: Mapping[int, FlightState]
 
 
 @dataclass
 class _Flight:
     """A collective that has been issued."""
 
-    collective: Collective
+    launch: Launch
     begin: float
     end: float
     exposed: float = 0.0
+    waited: bool = False
     hidden_by: list[Hiding] = field(default_factory=list)
 
 
@@ -126,27 +209,28 @@ class Lanes:
         self.model = model
         self.host = 0.0
         self.compute_free = 0.0
+        self.compute_ms = 0.0
+        self.exposed_ms = 0.0  # by the waits so far
         self.group_free: dict[str, float] = {}
         self.link_free: dict[Link, float] = {}
         self.flights: dict[int, _Flight] = {}
         self.in_air: list[_Flight] = []
 
-    def start(self, collective: Collective) -> None:
-        members = max(len(collective.waits), 1)
-        host = self.model.host
-        self.host += (host.collective_us + (members - 1) * host.coalesced_member_us) / 1e3
-        begin = max(self.host, self.compute_free, self.group_free.get(collective.group, 0.0))
-        link = self.model.link(collective)
+    def start(self, launch: Launch) -> None:
+        group, link = launch.collective.group, launch.link
+        self.host += launch.host_ms
+        begin = max(self.host, self.compute_free, self.group_free.get(group, 0.0))
         busy = self.link_free.get(link, 0.0) - begin
         begin += max(busy, 0.0) * self.model.interference.link_sharing
-        flight = _Flight(collective, begin, begin + self.model.collective_ms(collective))
-        self.group_free[collective.group] = flight.end
+        flight = _Flight(launch, begin, begin + launch.ms)
+        self.group_free[group] = flight.end
         self.link_free[link] = max(self.link_free.get(link, 0.0), flight.end)
-        self.flights[collective.index] = flight
+        self.flights[launch.collective.index] = flight
         self.in_air.append(flight)
 
     def compute(self, node: fx.Node, cost: ComputeCost) -> None:
         self.host += cost.launches * self.model.host.kernel_us / 1e3
+        self.compute_ms += cost.ms
         begin = max(self.compute_free, self.host)
         self.compute_free = self._slowed(begin, cost.ms)
         for flight in self.in_air:
@@ -172,25 +256,70 @@ class Lanes:
             now, left = flight.end, left - under
         return now + left
 
-    def wait(self, collective: Collective) -> None:
-        self.host += self.model.host.wait_us / 1e3
-        flight = self.flights[collective.index]
+    def wait(self, launch: Launch, waits: int = 1) -> None:
+        """Args: ``waits``: for so many results of it."""
+        self.host += waits * self.model.host.wait_us / 1e3
+        flight = self.flights[launch.collective.index]
+        flight.waited = True
         ready = max(self.compute_free, self.host)
-        flight.exposed += max(flight.end - ready, 0.0)
+        stood = max(flight.end - ready, 0.0)
+        flight.exposed += stood
+        self.exposed_ms += stood
         self.compute_free = max(self.compute_free, flight.end)
 
-    def end_of(self, collective: Collective) -> float:
+    def end_of(self, launch: Launch) -> float:
         """When a collective that has been issued ends."""
-        return self.flights[collective.index].end
+        return self.flights[launch.collective.index].end
 
-    def finish(self, skeleton: Skeleton, compute_ms: float) -> Timeline:
-        ended = max(self.compute_free, self.host)
+    @property
+    def now(self) -> float:
+        """The earliest time at which the next kernel can begin."""
+        return max(self.compute_free, self.host)
+
+    def snapshot(self, flights: Iterable[int]) -> LanesState:
+        """The state as it is, for :meth:`restore`.
+
+        Args:
+            flights: indices of the launches that have started and may be asked for again; all that
+                are in the air must be among them.
+        """
+        now = self.now
+
+        def left(time_ms: float) -> float:
+            return max(time_ms - now, 0.0)
+
+        found = ((index, self.flights[index]) for index in flights)
+        return LanesState(
+            lag_ms=now - self.host,
+            groups={group: end - now for group, end in self.group_free.items() if end > now},
+            links={link: end - now for link, end in self.link_free.items() if end > now},
+            flights={i: FlightState(f.launch, left(f.begin), left(f.end)) for i, f in found},
+        )
+
+    def restore(self, state: LanesState) -> None:
+        """Goes on from a snapshot with ``now`` as time 0 and nothing summed up yet.
+
+        :meth:`finish` then tells of the time since, and of the snapshot's flights.
+        """
+        self.host, self.compute_free = -state.lag_ms, 0.0
+        self.compute_ms = self.exposed_ms = 0.0
+        self.group_free, self.link_free = dict(state.groups), dict(state.links)
+        self.flights = {
+            index: _Flight(flight.launch, flight.begin_ms, flight.end_ms)
+            for index, flight in state.flights.items()
+        }
+        self.in_air = [flight for flight in self.flights.values() if flight.end > 0]
+
+    def finish(self, launches: Iterable[Launch]) -> Timeline:
+        """The whole run.  Args: ``launches`` in start order."""
+        ended = self.now
         for flight in self.flights.values():
-            if not flight.collective.waits:
+            if not flight.waited:
                 flight.exposed += max(flight.end - ended, 0.0)
                 ended = max(ended, flight.end)
         spans = tuple(
-            CollectiveSpan(f.collective, f.begin, f.end, f.exposed, tuple(f.hidden_by))
-            for f in (self.flights[c.index] for c in skeleton.collectives)
+            CollectiveSpan(f.launch.collective, f.begin, f.end, f.exposed, tuple(f.hidden_by))
+            for f in (self.flights[launch.collective.index] for launch in launches)
         )
-        return Timeline(ended, compute_ms, sum(s.exposed_ms for s in spans), self.host, spans)
+        exposed_ms = sum(span.exposed_ms for span in spans)
+        return Timeline(ended, self.compute_ms, exposed_ms, self.host, spans)
