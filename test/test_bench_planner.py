@@ -292,6 +292,7 @@ def test_both_planners_are_judged_on_the_same_graph(
     assert by_name["torch"]["compute_ms"] > before["compute_ms"]  # it copies into buckets
     assert out.read_text().splitlines() == lines[len(cases) :]
     assert sum(line.startswith("| llama_2l_fsdp4_tp2 | fw |") for line in lines) == 4
+    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
     ratio = by_name["ours"]["total_ms"] / min(
         by_name[n]["total_ms"] for n in ("torch+pre", "torch")
     )

@@ -198,9 +198,7 @@ def by_graph(cases: Sequence[Case]) -> Iterator[dict[str, Case]]:
 
 def table(cases: Sequence[Case]) -> str:
     """The Markdown table and the geometric means."""
-    heads = (
-        "file|graph|planner|ms|ms / bound|exposed ms by group|copies ms|peak GiB|freed GiB|CPU s"
-    )
+    heads = "file|graph|planner|ms|over bound|over floor|exposed ms by group|copies ms|peak GiB|freed GiB|CPU s"
     lines = [f"| {heads.replace('|', ' | ')} | launches |", "|---" * 12 + "|"]
     for group in by_graph(cases):
         lines += [f"| {' | '.join(cells(case, group[INPUT]))} |" for case in group.values()]

@@ -91,14 +91,19 @@ def mark_config_changed() -> None:
 def has_config(name: str) -> bool:
     """Whether Inductor's config has the flag ``name`` in this release.
 
-    Asked for ``bucket_mode`` (from 2.12), the pre-bucketing switch (from 2.13) and the simple
-    overlap (from 2.14) below; drop the questions when the minimum has them.
+    Asked for ``bucket_mode`` (from 2.12), the flags below, and by those who use them; drop the
+    questions when the minimum has them.
     """
     return name in config_module._config
 
 
-PRE_BUCKETING_FLAG = "aten_distributed_optimizations.pre_bucketing_fsdp_collectives"
-"""torch's own bucketing in front of its overlap scheduler; on by default from 2.13 on."""
+MEASURING_FLAGS = (
+    "collective_estimator",
+    "compute_estimator",
+    "profile_guided_estimations_profile_path",
+)
+"""torch's flags by which each rank measures for itself; the second is there from 2.12 on, the third
+from 2.13 on."""
 
 SIMPLE_OVERLAP_FLAG = "aten_distributed_optimizations.enable_simple_overlap"
 """torch's own moving of starts up and waits down, in the code generator; on by default from 2.14

@@ -19,7 +19,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from torch_patches import _compat, config
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import measured_estimators
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, RecordedInput
 
 logger = logging.getLogger(__name__)
@@ -66,8 +67,25 @@ class _PipelinePass(CustomGraphPass):
         it would be stored unchanged under the key of a changed one."""
         if not is_installed():
             return None
+        options = _cacheable(self.options)
+        if options is None:
+            return None
         inputs = inputs_digest(self.recorded)
-        return (type(self).__name__, _pipeline().source_digest(), repr(self.options), inputs)
+        return (type(self).__name__, _pipeline().source_digest(), options, inputs)
+
+
+def _cacheable(options: Options) -> str | None:
+    """The options as text that is equal in all processes, or None if a function among them cannot
+    be told apart from others."""
+    if not options.has_known_estimation:
+        _warn_once(
+            "uncacheable estimation",
+            "custom_runtime_estimation = %r cannot be told apart from other functions, so compiles "
+            "that use it are not cached: give it a uuid(), or make it a function of a module",
+            options.custom_runtime_estimation,
+        )
+        return None
+    return repr(options)
 
 
 class JointPass(_PipelinePass):
@@ -217,9 +235,11 @@ _LEGACY_FLAGS = (
     _LegacyFlag("bucket_all_gathers_fx", "none", True),
     _LegacyFlag("bucket_reduce_scatters_fx", "none", True),
     _LegacyFlag("bucket_all_reduces_fx", "none", True),
-    _LegacyFlag("reorder_for_compute_comm_overlap", False, False),
     _LegacyFlag("_fuse_ddp_communication", False, False),
 )
+
+_REORDERING = "reorder_for_compute_comm_overlap"
+"""torch's own reordering.  It is all the overlap there is where ours does not schedule."""
 
 _warned: set[str] = set()
 
@@ -234,7 +254,7 @@ def _torch_pass_patches(user: Mapping[str, Any], options: Options) -> dict[str, 
     """Settings that keep torch's own passes from doing our job again; warns where they were on."""
     patches: dict[str, Any] = {}
     conflicts = []
-    for flag in _LEGACY_FLAGS:
+    for flag in (*_LEGACY_FLAGS, _LegacyFlag(_REORDERING, False, options.schedules)):
         if not _compat.has_config(flag.name):
             continue
         value = config.current_value(flag.name, user)
@@ -251,11 +271,26 @@ def _torch_pass_patches(user: Mapping[str, Any], options: Options) -> dict[str, 
             options.bucketing_mode,
             ", ".join(conflicts),
         )
-    scheduling = config.current_value(config.PREFIX + "enable_overlap_scheduling", user)
-    if scheduling and _compat.has_config(_compat.PRE_BUCKETING_FLAG):
-        # torch's scheduler runs after our passes; their buckets are the ones it shall schedule.
-        patches[_compat.PRE_BUCKETING_FLAG] = False
+    if options.schedules and _compat.has_config(_compat.SIMPLE_OVERLAP_FLAG):
+        patches[_compat.SIMPLE_OVERLAP_FLAG] = False
+    _warn_of_measuring(user)
     return patches
+
+
+def _warn_of_measuring(user: Mapping[str, Any]) -> None:
+    """torch's flags that make each rank measure for itself have no effect on our estimates."""
+    names = [config.PREFIX + name for name in _compat.MEASURING_FLAGS]
+    names = [name for name in names if _compat.has_config(name)]
+    values = {name: config.current_value(name, user) for name in names}
+    defaults = {name: _compat.config_module._config[name].default for name in names}
+    if asked := measured_estimators(values, defaults):
+        _warn_once(
+            "measured estimates",
+            "%s: ranks would measure different times and schedule differently, so torch_patches "
+            "ignores it; measured times come from %scalibration_file, one file for all ranks",
+            ", ".join(asked),
+            config.PREFIX,
+        )
 
 
 # -- the wrapper ----------------------------------------------------------------------------------
@@ -275,6 +310,8 @@ def compile_patches(model: Any, user: Mapping[str, Any] | None) -> dict[str, Any
     options = config.read_options(user)
     if options.bucketing_mode == "none":
         return None
+    if options.insert_overlap_deps is None:
+        options = replace(options, insert_overlap_deps=True)
     recorded = _pipeline().record_inputs_of(model)
     ours = JointPass(options, recorded), PostGradPass(options, recorded)
     joint = append_pass(config.current_value(JOINT_PASSES, user), ours[0])
@@ -283,6 +320,9 @@ def compile_patches(model: Any, user: Mapping[str, Any] | None) -> dict[str, Any
     return {
         **user,
         **{flag.full_name: getattr(options, flag.name) for flag in config.FLAGS},
+        # Ours schedules, so torch's must not; and what torch's would call torch cannot key.
+        config.PREFIX + "enable_overlap_scheduling": False,
+        config.PREFIX + "custom_runtime_estimation": None,
         **_torch_pass_patches(user, options),
         JOINT_PASSES: joint,
         POST_GRAD_PASSES: post_grad,

@@ -15,14 +15,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch_patches import _compat
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.calibration import load_calibration
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.custom import estimation_key
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import DEVICES
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    DEFAULT_MEMORY_INCREASE,
+    DEFAULT_PREFETCH,
+    Options,
+)
 
 PREFIX = "aten_distributed_optimizations."
-BUCKETING_MODES = ("none", "topo_span")
+BUCKETING_MODES = ("none", "topo_span", "auto")
 BUCKET_MODES = (None, "default", "coalesced")
 NEUTRAL_DIGEST = "inactive"
 
@@ -48,6 +55,7 @@ class Flag:
         check: returns the value in the form a pass reads; raises ``_Unacceptable``.
         allowed: the end of the sentence "... is not allowed: use".
         doc: effect, unit, and what None means.
+        of_torch: torch's own passes read it too.  While ours are off its value is their matter.
     """
 
     name: str
@@ -56,6 +64,7 @@ class Flag:
     check: Callable[[object], Any]
     allowed: str
     doc: str
+    of_torch: bool = False
 
     @property
     def full_name(self) -> str:
@@ -81,13 +90,39 @@ def _check_bucketing_mode(value: object) -> str:
     raise _Unacceptable
 
 
-def _check_span(value: object) -> int | None:
+def _check_count(value: object) -> int | None:
     if value is None:
         return None
-    # bool is an int to Python; a span of True is a mistake.
+    # bool is an int to Python; a count of True is a mistake.
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     raise _Unacceptable
+
+
+def _check_ranks(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise _Unacceptable
+
+
+def _check_number(low: float, high: float = math.inf) -> Callable[[object], float]:
+    """Of a finite number between ``low`` and ``high``, both included."""
+
+    def check(value: object) -> float:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            try:
+                number = float(value)
+            except OverflowError:
+                raise _Unacceptable from None
+            if math.isfinite(number) and low <= number <= high:
+                return number
+        raise _Unacceptable
+
+    return check
+
+
+def _or_none(check: Callable[[object], Any]) -> Callable[[object], Any]:
+    return lambda value: None if value is None else check(value)
 
 
 def _check_one_cap(value: object) -> float:
@@ -119,6 +154,24 @@ def _check_bool(value: object) -> bool:
     raise _Unacceptable
 
 
+def _check_device(value: object) -> str:
+    if isinstance(value, str) and value in DEVICES:
+        return value
+    raise _Unacceptable
+
+
+def _check_path(value: object) -> str:
+    if isinstance(value, str) and value and "\0" not in value:
+        return value
+    raise _Unacceptable
+
+
+def _check_function(value: object) -> Callable[..., Any]:
+    if callable(value):
+        return value
+    raise _Unacceptable
+
+
 def _check_bucket_mode(value: object) -> str | None:
     if value is None or (isinstance(value, str) and value in BUCKET_MODES):
         return value
@@ -133,17 +186,18 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         name="bucketing_mode",
         default="none",
-        value_type=Literal["none", "topo_span"],
+        value_type=Literal["none", "topo_span", "auto"],
         check=_check_bucketing_mode,
         allowed=f"one of {_quoted(BUCKETING_MODES)}",
         doc="Which collectives are merged: 'none' changes nothing; 'topo_span' merges greedily in "
-        "graph order, bounded by bucket_cap_mb and max_topo_span.",
+        "graph order, bounded by bucket_cap_mb and max_topo_span; 'auto' tries several bucket "
+        "sizes, schedules each, and takes what is estimated to be fastest.",
     ),
     Flag(
         name="max_topo_span",
         default=1500,
         value_type=int | None,
-        check=_check_span,
+        check=_check_count,
         allowed="an int >= 0, or None for no bound",
         doc="Largest distance, in nodes that do work, between the first and the last member of a "
         "bucket. None: no bound.",
@@ -179,6 +233,116 @@ FLAGS: tuple[Flag, ...] = (
         doc="How a bucket is built: 'default' copies into one tensor and out of it, 'coalesced' "
         "launches all members at once without copies. None: chosen by the pass. torch's own flag "
         "from 2.12 on.",
+        of_torch=True,
+    ),
+    Flag(
+        name="enable_overlap_scheduling",
+        default=False,
+        value_type=bool,
+        check=_check_bool,
+        allowed="True or False",
+        doc="Also decide when collectives start and when they are waited for; 'auto' does so "
+        "anyway. With bucketing_mode 'none' it turns on torch's own scheduler.",
+        of_torch=True,
+    ),
+    Flag(
+        name="insert_overlap_deps",
+        default=None,
+        value_type=bool | None,
+        check=_or_none(_check_bool),
+        allowed="True, False or None",
+        doc="Hold the planned order in Inductor by control dependencies. None: yes under Inductor, "
+        "no elsewhere.",
+        of_torch=True,
+    ),
+    Flag(
+        name="max_memory_increase_gb",
+        default=None,
+        value_type=float | None,
+        check=_or_none(_check_number(0)),
+        allowed="a finite number >= 0, or None for no absolute cap",
+        doc="GB (2**30 bytes) by which scheduling and merging may raise the peak.",
+        of_torch=True,
+    ),
+    Flag(
+        name="max_memory_increase_ratio",
+        default=None,
+        value_type=float | None,
+        check=_or_none(_check_number(0)),
+        allowed="a finite number >= 0, or None for no relative cap",
+        doc="The same as a share of the input's peak. Of this and max_memory_increase_gb the "
+        f"smaller counts; with both None {DEFAULT_MEMORY_INCREASE} of the peak, at least 32 MiB.",
+        of_torch=True,
+    ),
+    Flag(
+        name="max_in_flight_gb",
+        default=None,
+        value_type=float | None,
+        check=_or_none(_check_number(0)),
+        allowed="a finite number >= 0, or None for no bound of its own",
+        doc="GB of collectives that have started and are not used or waited for yet.",
+        of_torch=True,
+    ),
+    Flag(
+        name="max_compute_pre_fetch",
+        default=None,
+        value_type=int | None,
+        check=_check_count,
+        allowed=f"an int >= 0, or None for {DEFAULT_PREFETCH}",
+        doc="Kernels between the start of a gather and its first use. None: "
+        f"{DEFAULT_PREFETCH}, about three layers of a transformer.",
+        of_torch=True,
+    ),
+    Flag(
+        name="gpus_per_node",
+        default=8,
+        value_type=int,
+        check=_check_ranks,
+        allowed="an int >= 1",
+        doc="Ranks that share a node; estimates ask no machine, so that all ranks agree.",
+    ),
+    Flag(
+        name="estimate_device",
+        default="H100",
+        value_type=str,
+        check=_check_device,
+        allowed=f"one of {_quoted(tuple(DEVICES))}",
+        doc="Whose rates estimates use.",
+    ),
+    Flag(
+        name="compute_slowdown",
+        default=1.2,
+        value_type=float,
+        check=_check_number(1),
+        allowed="a finite number >= 1",
+        doc="A kernel is estimated to take this many times as long under a collective.",
+    ),
+    Flag(
+        name="link_sharing",
+        default=1.0,
+        value_type=float,
+        check=_check_number(0, 1),
+        allowed="a number from 0 to 1",
+        doc="Share of a transfer that one of another group on the same link waits for: 1 is one "
+        "network, 0 is two.",
+    ),
+    Flag(
+        name="calibration_file",
+        default=None,
+        value_type=str | None,
+        check=_or_none(_check_path),
+        allowed="the path of a table made by tools/calibrate.py, or None",
+        doc="Measured costs to use before those of estimate_device; the same file on all ranks.",
+    ),
+    Flag(
+        name="custom_runtime_estimation",
+        default=None,
+        value_type=Callable[..., Any] | None,
+        check=_or_none(_check_function),
+        allowed="a function (node, override_size_bytes or None) -> ms or None, or None",
+        doc="Estimation that is asked first; it must give the same on all ranks. A function that "
+        "can be imported, or has a uuid(), keeps compiles cacheable.",
+        of_torch=True,
     ),
 )
 _BY_NAME: Mapping[str, Flag] = {flag.name: flag for flag in FLAGS}
@@ -239,12 +403,27 @@ def read_options(overrides: Mapping[str, object] | None = None) -> Options:
         FlagError: on the first flag with a wrong type or value.
     """
     values = {flag.name: current_value(flag.full_name, overrides) for flag in FLAGS}
-    if values["bucketing_mode"] == "none" and isinstance(values["bucket_mode"], str):
-        # torch's own passes know more ways to build a bucket; while ours are off, that is fine.
-        values["bucket_mode"] = None
-    return Options(
-        **{name: check_value(name, value, _flag_label(name)) for name, value in values.items()}
-    )
+    if values["bucketing_mode"] == "none":
+        values.update((flag.name, flag.default) for flag in FLAGS if flag.of_torch)
+    checked = {name: check_value(name, value, _flag_label(name)) for name, value in values.items()}
+    return _with_digests(Options(**checked))
+
+
+def _with_digests(options: Options) -> Options:
+    """Reads the calibration file once, so that a backward uses what its forward used, and adds what
+    tells estimates apart.
+
+    Raises:
+        OSError: it cannot be read.
+        CalibrationError: its content is not a table.
+    """
+    custom = options.custom_runtime_estimation
+    if custom is not None:
+        options = replace(options, estimation_digest=estimation_key(custom))
+    if options.calibration_file is None or options.bucketing_mode == "none":
+        return options
+    table = load_calibration(options.calibration_file)
+    return replace(options, calibration=table, calibration_digest=table.content_digest)
 
 
 def options_from_arguments(arguments: Mapping[str, object], function: str) -> Options:
@@ -271,7 +450,7 @@ def options_from_arguments(arguments: Mapping[str, object], function: str) -> Op
             checked[flag.name] = value
         else:
             checked[flag.name] = check_value(flag.name, value, f"{function}({flag.name}=...)")
-    return Options(**checked)
+    return _with_digests(Options(**checked))
 
 
 def check_value(name: str, value: object, label: str) -> Any:

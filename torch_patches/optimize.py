@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from torch_patches import config
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
-from torch_patches._inductor.fx_passes.comm_overlap.plan import BucketCap
+from torch_patches._inductor.fx_passes.comm_overlap.plan import BucketCap, CustomEstimation
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 
 
@@ -23,31 +23,58 @@ class _FromFlag:
 FROM_FLAG: Final[Any] = _FromFlag()
 
 #: Calling ``optimize_graph`` is the opt-in, so "none" becomes this.
-DEFAULT_MODE = "topo_span"
+DEFAULT_MODE = "auto"
 
 
 def optimize_graph(
     gm: fx.GraphModule,
     *,
     bucketing_mode: str = FROM_FLAG,
+    overlap: bool = FROM_FLAG,
     bucket_cap_mb: BucketCap | list[float] = FROM_FLAG,
     max_topo_span: int | None = FROM_FLAG,
     primary_fsdp_group_only: bool = FROM_FLAG,
     bucket_mode: str | None = FROM_FLAG,
+    max_memory_increase_gb: float | None = FROM_FLAG,
+    max_memory_increase_ratio: float | None = FROM_FLAG,
+    max_in_flight_gb: float | None = FROM_FLAG,
+    max_compute_pre_fetch: int | None = FROM_FLAG,
+    insert_overlap_deps: bool = False,
+    gpus_per_node: int = FROM_FLAG,
+    estimate_device: str = FROM_FLAG,
+    compute_slowdown: float = FROM_FLAG,
+    link_sharing: float = FROM_FLAG,
+    calibration_file: str | None = FROM_FLAG,
+    custom_runtime_estimation: CustomEstimation | None = FROM_FLAG,
 ) -> Report:
-    """Merges the collectives of ``gm`` in place and recompiles it.
+    """Merges and schedules the collectives of ``gm`` in place and recompiles it.
 
     Args:
         gm: an ATen graph (forward, backward or inference) with fake values in ``meta["val"]``.
-        bucketing_mode: "topo_span"; "none" means the same, since the call is the opt-in.
+        bucketing_mode: "topo_span" or "auto"; "none" means "auto", since the call is the opt-in.
+        overlap: also schedule starts and waits (the flag ``enable_overlap_scheduling``); "auto"
+            does so whatever is said here.
         bucket_cap_mb: MB (2**20 bytes) a bucket may hold; a list is by bucket index, the last value
-            repeating; a function maps the bucket index to MB; None takes the largest single
-            collective of the same kind, group and dtype (at most 500 MB), or what saturates the
-            group's network, whichever is larger, and 25 MB for DDP's all-reduces.
+            repeating; a function maps the bucket index to MB; None leaves it to "auto", and else
+            takes the largest single collective of the same kind, group and dtype (at most 500 MB),
+            or what saturates the group's network, whichever is larger, and 25 MB for DDP's
+            all-reduces.
         max_topo_span: largest distance, in working nodes, between a bucket's first and last
             member; None for no bound.
         primary_fsdp_group_only: leave out the collectives of minority FSDP groups.
         bucket_mode: "default" (copies), "coalesced" (no copies), None (chosen by the pass).
+        max_memory_increase_gb, max_memory_increase_ratio: GB (2**30 bytes), or share, by which the
+            estimated peak may grow; the smaller counts; with both None 2%, at least 32 MiB.
+        max_in_flight_gb: GB of collectives started and not used yet; None for no bound of its own.
+        max_compute_pre_fetch: kernels between a gather's start and its first use; None for 50.
+        insert_overlap_deps: hold the order by control dependencies, which only Inductor can lower;
+            not taken from the flag.
+        gpus_per_node: ranks that share a node.
+        estimate_device: "A100", "H100", "H200", "B200" or "generic": whose rates estimates use.
+        compute_slowdown: a kernel takes this many times as long under a collective.
+        link_sharing: 0 to 1, how far groups on one link wait for each other.
+        calibration_file: a table of measured costs (``tools/calibrate.py``).
+        custom_runtime_estimation: ``fn(node, override_size_bytes | None) -> ms | None``.
 
     Each argument left out takes the value of the flag
     ``torch._inductor.config.aten_distributed_optimizations.<name>``.
@@ -58,14 +85,27 @@ def optimize_graph(
 
     Raises:
         FlagError: an argument (or the flag it defaults to) has a wrong type or value.
+        EstimationError, CalibrationError: the estimation or the table is no good.
         OSError, MemoryError, RecursionError: causes local to this rank.
     """
     given = {
         "bucketing_mode": bucketing_mode,
+        "enable_overlap_scheduling": overlap,
         "bucket_cap_mb": bucket_cap_mb,
         "max_topo_span": max_topo_span,
         "primary_fsdp_group_only": primary_fsdp_group_only,
         "bucket_mode": bucket_mode,
+        "max_memory_increase_gb": max_memory_increase_gb,
+        "max_memory_increase_ratio": max_memory_increase_ratio,
+        "max_in_flight_gb": max_in_flight_gb,
+        "max_compute_pre_fetch": max_compute_pre_fetch,
+        "insert_overlap_deps": insert_overlap_deps,
+        "gpus_per_node": gpus_per_node,
+        "estimate_device": estimate_device,
+        "compute_slowdown": compute_slowdown,
+        "link_sharing": link_sharing,
+        "calibration_file": calibration_file,
+        "custom_runtime_estimation": custom_runtime_estimation,
     }
     arguments = {name: value for name, value in given.items() if value is not FROM_FLAG}
     options = config.options_from_arguments(arguments, "optimize_graph")

@@ -277,6 +277,8 @@ def test_groups_of_one_name_and_other_ranks_are_kept_apart() -> None:
         assert model.link(inside) is model.device.intra_node
         assert model.link(across) is model.device.inter_node
     (sixteen,) = collect(gather_graph(16)).collectives
+    assert four.ranks is sixteen.ranks is None
+    assert model.link(four) is model.device.intra_node
     assert model.link(sixteen) is model.device.inter_node
 
 

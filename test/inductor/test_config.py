@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,11 @@ from torch._inductor import config as inductor_config
 import torch_patches
 from torch_patches import _compat, config
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.calibration import (
+    CalibrationError,
+    CalibrationTable,
+    save_calibration,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
 
 PREFIX = "aten_distributed_optimizations."
@@ -23,7 +29,21 @@ DEFAULTS = {
     "bucket_cap_mb": None,
     "primary_fsdp_group_only": False,
     "bucket_mode": None,
+    "enable_overlap_scheduling": False,
+    "insert_overlap_deps": None,
+    "max_memory_increase_gb": None,
+    "max_memory_increase_ratio": None,
+    "max_in_flight_gb": None,
+    "max_compute_pre_fetch": None,
+    "gpus_per_node": 8,
+    "estimate_device": "H100",
+    "compute_slowdown": 1.2,
+    "link_sharing": 1.0,
+    "calibration_file": None,
+    "custom_runtime_estimation": None,
 }
+#: That torch has too, with values of its own while ours are off.
+OF_TORCH = [flag.name for flag in config.FLAGS if flag.of_torch]
 
 
 @pytest.fixture(autouse=True)
@@ -162,6 +182,20 @@ def test_changed_config_module_breaks_only_a_tested_torch(monkeypatch: pytest.Mo
         ("bucket_mode", None, None),
         ("bucket_mode", "default", "default"),
         ("bucket_mode", "coalesced", "coalesced"),
+        ("bucketing_mode", "auto", "auto"),
+        ("enable_overlap_scheduling", True, True),
+        ("insert_overlap_deps", False, False),
+        ("max_memory_increase_gb", 0, 0.0),
+        ("max_memory_increase_ratio", 0.5, 0.5),
+        ("max_in_flight_gb", 5, 5.0),
+        ("max_compute_pre_fetch", 0, 0),
+        ("max_compute_pre_fetch", None, None),
+        ("gpus_per_node", 1, 1),
+        ("estimate_device", "B200", "B200"),
+        ("compute_slowdown", 1, 1.0),
+        ("link_sharing", 0, 0.0),
+        ("calibration_file", None, None),
+        ("custom_runtime_estimation", math.dist, math.dist),
     ],
 )
 def test_good_value(name: str, value: object, read: object) -> None:
@@ -173,7 +207,7 @@ def test_good_value(name: str, value: object, read: object) -> None:
 
 
 BAD_VALUES = [
-    ("bucketing_mode", "auto", "'none', 'topo_span'"),
+    ("bucketing_mode", "fast", "'none', 'topo_span', 'auto'"),
     ("bucketing_mode", None, "'none', 'topo_span'"),
     ("bucketing_mode", True, "'none', 'topo_span'"),
     ("bucketing_mode", ["none"], "'none', 'topo_span'"),
@@ -198,6 +232,22 @@ BAD_VALUES = [
     ("bucket_mode", "custom_ops", "None, 'default', 'coalesced'"),
     ("bucket_mode", "custom_ops_multidtype", "None, 'default', 'coalesced'"),
     ("bucket_mode", False, "None, 'default', 'coalesced'"),
+    ("enable_overlap_scheduling", 1, "True or False"),
+    ("insert_overlap_deps", "yes", "True, False or None"),
+    ("max_memory_increase_gb", -0.1, "number >= 0, or None"),
+    ("max_memory_increase_gb", math.inf, "number >= 0, or None"),
+    ("max_memory_increase_ratio", True, "number >= 0, or None"),
+    ("max_in_flight_gb", "5", "number >= 0, or None"),
+    ("max_compute_pre_fetch", 1.5, "int >= 0, or None for 50"),
+    ("gpus_per_node", 0, "an int >= 1"),
+    ("gpus_per_node", None, "an int >= 1"),
+    ("estimate_device", "h100", "'A100', 'H100', 'H200', 'B200', 'generic'"),
+    ("compute_slowdown", 0.9, "number >= 1"),
+    ("link_sharing", 1.1, "number from 0 to 1"),
+    ("link_sharing", 10**400, "number from 0 to 1"),
+    ("calibration_file", "", "tools/calibrate.py"),
+    ("calibration_file", 3, "tools/calibrate.py"),
+    ("custom_runtime_estimation", 3.0, "a function (node, override_size_bytes or None)"),
 ]
 
 
@@ -213,9 +263,35 @@ def test_bad_value_names_flag_value_and_allowed(name: str, value: object, allowe
     assert isinstance(error.value, ValueError)
 
 
-def test_bucket_mode_of_torch_is_fine_while_ours_is_off() -> None:
+def test_value_for_torch_is_fine_while_ours_is_off() -> None:
     DIST.bucket_mode = "custom_ops"
+    DIST.custom_runtime_estimation = "whatever torch makes of it"
     assert config.read_options() == Options()
+
+
+def test_flags_of_torch_are_named_as_such() -> None:
+    """Those that 2.13 has, which older releases may lack."""
+    ours = [name for name in DEFAULTS if name not in OF_TORCH]
+    entries = {name: inductor_config._config.get(PREFIX + name) for name in DEFAULTS}
+    added = [n for n, e in entries.items() if getattr(e, "added_by", None) == config.__name__]
+    assert set(ours) <= set(added) <= {*ours, "bucket_mode"}
+
+
+def test_calibration_file_is_read_when_a_compile_starts(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    DIST.bucketing_mode, DIST.calibration_file = "auto", str(path)
+    with pytest.raises(FileNotFoundError):
+        config.read_options()
+    path.write_text("{}")
+    with pytest.raises(CalibrationError, match=r"table\.json"):
+        config.read_options()
+    save_calibration(path, CalibrationTable(device="mine", dram_gb_per_s=1000.0))
+    options = config.read_options()
+    assert options.calibration is not None and options.calibration.dram_gb_per_s == 1000.0
+    assert options.calibration_digest == options.calibration.content_digest
+    path.unlink()
+    DIST.bucketing_mode = "none"
+    assert config.read_options().calibration is None
 
 
 def test_overrides_count_before_the_config() -> None:
@@ -278,9 +354,9 @@ def test_calling_optimize_graph_is_the_opt_in(optimized_with: list[Options]) -> 
     torch_patches.optimize_graph(None, bucketing_mode="none")
     torch_patches.optimize_graph(None, max_topo_span=None, bucket_cap_mb=[1, 2])
     assert optimized_with == [
-        Options("topo_span", 9),
-        Options("topo_span", 9),
-        Options("topo_span", None, (1.0, 2.0)),
+        Options("auto", 9, insert_overlap_deps=False),
+        Options("auto", 9, insert_overlap_deps=False),
+        Options("auto", None, (1.0, 2.0), insert_overlap_deps=False),
     ]
 
 

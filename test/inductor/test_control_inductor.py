@@ -245,8 +245,9 @@ def test_without_inductors_chain_starts_change_places(two_ranks, monkeypatch):
     assert starts_of(code) == ["reduce_scatter_tensor", "all_gather_into_tensor"]
 
 
-def test_all_reduce_is_waited_for_behind_the_matmul(two_ranks):
-    """Inductor lowers it in place: only its wait is held (``without_start_edge``)."""
+@pytest.mark.parametrize("dependencies", [False, True])
+def test_all_reduce_whose_payload_is_held_is_started_before_the_matmul(two_ranks, dependencies):
+    """Inductor lowers it in place; once its payload is made, starting it late saves nothing."""
 
     def reduced(x, w, v, p):
         large = x @ w
@@ -254,8 +255,9 @@ def test_all_reduce_is_waited_for_behind_the_matmul(two_ranks):
         small = large @ v
         return small, c10d.wait_tensor(start)
 
-    order = order_of(code_of(reduced, *arguments(), dependencies=True, peak=True))
-    assert order[-1] == "wait_tensor" and order.count("mm") == 3
+    order = order_of(code_of(reduced, *arguments(), dependencies=dependencies, peak=True))
+    assert sorted(order) == ["all_reduce_", "mm", "mm", "mm", "wait_tensor"]
+    assert (order[-3:] == ["all_reduce_", "mm", "wait_tensor"]) is dependencies
 
 
 # Values and buffers

@@ -259,8 +259,8 @@ def estimate(node, size):
     return 1.0 if size in {"a", "b", "c", "d"} else 3.0
 print(estimation_key(estimate))
 
-class Hidden: pass
-HIDDEN = Hidden()
+import argparse
+HIDDEN = argparse.Namespace(x=1.0)
 def estimate(node, size):
     return HIDDEN.x
 print(estimation_key(estimate))

@@ -11,6 +11,7 @@ import importlib
 import logging
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ PREFIX = "aten_distributed_optimizations."
 MODE = PREFIX + "bucketing_mode"
 SPAN = PREFIX + "max_topo_span"
 DIST = inductor_config.aten_distributed_optimizations
-ON = Options(bucketing_mode="topo_span")
+ON = Options(bucketing_mode="topo_span", insert_overlap_deps=True)
 
 
 @pytest.fixture
@@ -128,8 +129,8 @@ def test_flags_reach_the_compile_however_they_are_set(stand_in: StandIn, how: st
         compile_fx(values)
     effective = stand_in.effective()
     assert (effective[MODE], effective[SPAN]) == ("topo_span", 77)
-    assert ours(effective, "post_grad").options == Options("topo_span", 77)
-    assert ours(effective, "joint").options == Options("topo_span", 77)
+    assert ours(effective, "post_grad").options == replace(ON, max_topo_span=77)
+    assert ours(effective, "joint").options == replace(ON, max_topo_span=77)
 
 
 def ours(effective: dict[str, Any], kind: str) -> Any:
@@ -185,8 +186,8 @@ def test_compile_inside_a_compile_is_patched_once_more(stand_in: StandIn) -> Non
 def test_bad_flag_raises_before_torch_compiles(stand_in: StandIn) -> None:
     with pytest.raises(config.FlagError, match=r"max_topo_span: -1 is not allowed; use an int"):
         compile_fx({MODE: "topo_span", SPAN: -1})
-    with pytest.raises(config.FlagError, match=r"'none', 'topo_span'"):
-        compile_fx({MODE: "auto"})
+    with pytest.raises(config.FlagError, match=r"'none', 'topo_span', 'auto'"):
+        compile_fx({MODE: "fast"})
     assert not stand_in.calls
 
 
@@ -196,16 +197,64 @@ def test_torchs_own_bucketing_is_off(stand_in: StandIn) -> None:
         assert stand_in.effective()[f"bucket_{name}_fx"] == "none"
 
 
-@pytest.mark.parametrize("scheduling", [True, False])
-def test_torchs_scheduler_runs_without_its_pre_bucketing(
-    stand_in: StandIn, scheduling: bool
-) -> None:
-    compile_fx({MODE: "topo_span", PREFIX + "enable_overlap_scheduling": scheduling})
+@pytest.mark.parametrize("mode", ["topo_span", "auto"])
+def test_ours_schedules_instead_of_torchs(stand_in: StandIn, mode: str) -> None:
+    compile_fx({MODE: mode, PREFIX + "enable_overlap_scheduling": True})
     effective = stand_in.effective()
-    assert effective[PREFIX + "enable_overlap_scheduling"] is scheduling
-    assert effective[PREFIX + "collective_bucketing"] is None
-    if _compat.has_config(_compat.PRE_BUCKETING_FLAG):
-        assert effective[_compat.PRE_BUCKETING_FLAG] is not scheduling
+    assert ours(effective, "post_grad").options.schedules
+    assert effective[PREFIX + "enable_overlap_scheduling"] is False
+    assert effective["reorder_for_compute_comm_overlap"] is False
+    if _compat.has_config(_compat.SIMPLE_OVERLAP_FLAG):
+        assert effective[_compat.SIMPLE_OVERLAP_FLAG] is False
+
+
+def test_torchs_scheduler_stays_its_own_while_ours_is_off(stand_in: StandIn) -> None:
+    compile_fx({PREFIX + "enable_overlap_scheduling": True})
+    assert stand_in.effective()[PREFIX + "enable_overlap_scheduling"] is True
+
+
+@pytest.mark.parametrize(("asked", "used"), [(None, True), (True, True), (False, False)])
+def test_control_dependencies_are_on_under_inductor(
+    stand_in: StandIn, asked: bool | None, used: bool
+) -> None:
+    compile_fx({MODE: "auto", PREFIX + "insert_overlap_deps": asked})
+    assert ours(stand_in.effective(), "post_grad").options.insert_overlap_deps is used
+
+
+def test_estimation_is_hidden_from_torchs_key_and_part_of_ours(
+    stand_in: StandIn, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch would key a function by its name only, and cannot pickle a lambda."""
+    name = PREFIX + "custom_runtime_estimation"
+    uuids = []
+    for custom in (None, estimation, other_estimation, estimation):
+        compile_fx({MODE: "auto", name: custom})
+        assert stand_in.in_effect[-1][name] is None
+        uuids.append(ours(stand_in.in_effect[-1], "post_grad").uuid())
+    assert len(set(uuids)) == 3 and uuids[1] == uuids[3] and None not in uuids
+    for _ in range(2):
+        compile_fx({MODE: "auto", name: lambda node, size_bytes: 1.0})
+        assert ours(stand_in.in_effect[-1], "post_grad").uuid() is None
+    assert caplog.text.count("are not cached") == 1
+
+
+def estimation(node: Any, size_bytes: int | None) -> float | None:
+    return 1.0
+
+
+def other_estimation(node: Any, size_bytes: int | None) -> float | None:
+    return 2.0
+
+
+def test_asking_each_rank_to_measure_is_warned_of_once(
+    stand_in: StandIn, caplog: pytest.LogCaptureFixture
+) -> None:
+    compile_fx({MODE: "auto"})
+    assert "ignores it" not in caplog.text
+    for _ in range(2):
+        compile_fx({MODE: "auto", PREFIX + "collective_estimator": "benchmark"})
+    assert caplog.text.count("ignores it") == 1
+    assert "collective_estimator" in caplog.text
 
 
 # -- torch's legacy flags -------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def test_flags_of_the_forward_reach_a_later_backward(
         DIST.bucketing_mode, DIST.max_topo_span = values.values()
         result = matmul()(x)
         DIST.bucketing_mode, DIST.max_topo_span = "none", 9
-    expected = Options("topo_span", 123)
+    expected = Options("topo_span", 123, insert_overlap_deps=True)
     assert recorder.calls == [("joint", expected), ("post_grad", expected)]
 
     backward = result.sum().backward

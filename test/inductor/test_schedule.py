@@ -28,7 +28,13 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     collective_kind,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.reorder import move_nodes
-from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits, plan_schedule
+from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import (
+    Limits,
+    Schedule,
+    plan_schedule,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.passes.track import read_track
+from torch_patches._inductor.fx_passes.comm_overlap.passes.units import make_units
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind
 from torch_patches.testing.effect_ops import barrier
 from torch_patches.testing.graph_builder import GraphBuilder
@@ -81,14 +87,18 @@ def layers(count: int) -> fx.GraphModule:
     return s.end(h)
 
 
-def schedule(gm: fx.GraphModule, limits: Limits = FREE) -> Timeline:
-    """Schedules in place; the run afterwards."""
+def plan(gm: fx.GraphModule, limits: Limits = FREE) -> Schedule:
     skeleton = collect(gm.graph)
     costs = MODEL.node_costs(gm.graph, skeleton)
-    planned = plan_schedule(
-        list(gm.graph.nodes), skeleton, MODEL, costs, live_bytes(gm.graph), limits
-    )
-    move_nodes(gm.graph, skeleton, [(move.node, move.place) for move in planned.moves])
+    track = read_track(list(gm.graph.nodes), skeleton, MODEL, costs, live_bytes(gm.graph))
+    return plan_schedule(track, make_units(track, ()), limits)
+
+
+def schedule(gm: fx.GraphModule, limits: Limits = FREE) -> Timeline:
+    """Schedules in place; the run afterwards."""
+    planned = plan(gm, limits)
+    moves = [(move.node, move.place) for move in planned.moves]
+    move_nodes(gm.graph, collect(gm.graph), moves)
     gm.graph.lint()
     gm.recompile()
     return run(gm)
@@ -213,14 +223,15 @@ def test_reduction_that_another_feeds_starts_when_that_is_done() -> None:
     assert text(gm) == "mm s0 mm w0 s1 mm w1 mm"
 
 
-def test_activation_collectives_stay_where_they_are() -> None:
+def test_activation_collective_is_waited_for_at_its_first_use() -> None:
+    """It starts where it stood: what it gathers has just been computed."""
     s = Sketch()
     h = s.mm(s.x, s.x)
     gathered = s.gather_and_wait(s.call(aten.relu, h), 2, "g")
-    gm = s.end(s.mm(h, s.x), gathered)
-    before = text(gm)
-    schedule(gm)
-    assert text(gm) == before
+    gm = s.end(s.mm(h, s.x), s.mm(h, s.x), s.mm(gathered, s.x), s.mm(h, s.x))
+    assert text(gm) == "mm s0 w0 mm mm mm mm"
+    assert schedule(gm).exposed_ms == 0.0
+    assert text(gm) == "mm s0 mm mm w0 mm mm"
 
 
 # -- random graphs --------------------------------------------------------------------------------
@@ -261,10 +272,6 @@ def test_random_graphs(seed: int) -> None:
 @pytest.mark.parametrize("count", [100])
 def test_work_grows_linearly(count: int) -> None:
     def operations(number: int) -> int:
-        gm = layers(number)
-        skeleton = collect(gm.graph)
-        costs = MODEL.node_costs(gm.graph, skeleton)
-        live = live_bytes(gm.graph)
-        return plan_schedule(list(gm.graph.nodes), skeleton, MODEL, costs, live, FREE).operations
+        return plan(layers(number)).operations
 
     assert 0 < operations(2 * count) <= 2.2 * operations(count)

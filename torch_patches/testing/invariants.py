@@ -24,6 +24,7 @@ from torch._subclasses import FakeTensor
 
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK, collect
+from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import CAPS_MB, memory_limits
 from torch_patches._inductor.fx_passes.comm_overlap.passes.replicas import scatters_of_replicas
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import cap_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
@@ -88,6 +89,8 @@ def find_violation(
     members = [[originals[name] for name in bucket.members] for bucket in buckets]
     _check_fences(gm, after, before, members)
     _check_bounds(buckets, members, before.collectives, options)
+    if report is not None and options.schedules:
+        _check_promises(report, options)
     _check_repeatable(gm, after, options)
     _check_variant(gm, options, report, [[m.index for m in ms] for ms in members])
     share = report.displaced_share if report is not None else 0.0
@@ -340,8 +343,26 @@ def _check_bounds(
         index = count_of_key[phase] = count_of_key.get(phase, -1) + 1
         most = max(c.size_bytes for c in collectives if c.key == key)
         caps = [cap_bytes(options.bucket_cap_mb, i, key, most) for i in range(index, index + 8)]
+        if options.bucketing_mode == "auto" and options.bucket_cap_mb is None:
+            caps.append(int(max(CAPS_MB) * 2**20))
         if size > max(caps):
             raise InvariantError("g", f"{size} bytes above {caps}: {bucket}")
+
+
+# ---------------------------------------------------------------- (d) time and memory
+
+
+def _check_promises(report: Report, options: Options) -> None:
+    """No slower than the input, and no more memory than the cap allows, by the estimates."""
+    if report.total_ms_after > report.total_ms_before + 1e-6:
+        raise InvariantError("d", f"{report.total_ms_before} -> {report.total_ms_after} ms")
+    for before, after in (
+        (report.peak_bytes_before, report.peak_bytes_after),
+        (report.held_peak_bytes_before, report.held_peak_bytes_after),
+    ):
+        limit = memory_limits(options, before).peak_bytes
+        if after > limit:
+            raise InvariantError("d", f"peak {after}, the limit is {limit}")
 
 
 # ---------------------------------------------------------------- (c), (e) the same again

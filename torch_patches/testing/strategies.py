@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveTag, Options
+from torch_patches.testing.estimations import ESTIMATIONS
 from torch_patches.testing.graph_blocks import BLOCKS
 from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.graph_context import FSDP_GROUPS, GROUPS, WORLD_SIZE, Context
@@ -209,13 +210,34 @@ CAPS_MB: tuple[Any, ...] = (
 
 def random_options(r: Random) -> Options:
     """Caps of a few of the tiny tensors (16 to 256 bytes), or none; spans of a few nodes, or none."""
+    scheduling = _random_scheduling(r) if r.random() < 0.6 else {}
+    mode = "auto" if scheduling and r.random() < 0.6 else "topo_span"
     return Options(
-        bucketing_mode="topo_span",
+        bucketing_mode=mode,
         max_topo_span=r.choice([None, None, None, 0, 3, 8, 20, 40, 1500, 1500]),
         bucket_cap_mb=r.choice(CAPS_MB),
         primary_fsdp_group_only=r.random() < 0.2,
         bucket_mode=r.choice([None, "default", "default", "coalesced"]),
+        **scheduling,
     )
+
+
+def _random_scheduling(r: Random) -> dict[str, Any]:
+    """Options of a schedule, most of them bounds that bind in graphs of tiny tensors."""
+    estimation = r.choice([None, *ESTIMATIONS])
+    return {
+        "enable_overlap_scheduling": True,
+        "insert_overlap_deps": False,
+        "max_memory_increase_gb": r.choice([None, None, 0.0, 1e-6]),
+        "max_memory_increase_ratio": r.choice([None, 0.0, 0.1, 10.0]),
+        "max_in_flight_gb": r.choice([None, None, 0.0, 3e-7]),
+        "max_compute_pre_fetch": r.choice([None, 0, 2, 10]),
+        "gpus_per_node": r.choice([1, 2, 8]),
+        "compute_slowdown": r.choice([1.0, 1.2, 2.0]),
+        "link_sharing": r.choice([0.0, 1.0]),
+        "custom_runtime_estimation": estimation,
+        "estimation_digest": None if estimation is None else estimation.uuid(),
+    }
 
 
 #: Seeds rather than hypothesis's own generator, which draws few and repetitive graphs; what fails is

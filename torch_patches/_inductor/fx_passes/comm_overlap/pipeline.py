@@ -3,6 +3,8 @@
     joint graph:      tag parameter and gradient traffic
     post-grad graph:  tag, if no joint graph was seen
                       -> collect -> topo_span -> check -> apply -> report
+                      -> collect -> ways to bucket and schedule (overlap.py)
+                                 -> control dependencies, for Inductor -> report
 
 ``run_joint`` and ``run_post_grad`` are what Inductor calls; ``optimize_graph`` runs the same on one
 GraphModule.
@@ -15,25 +17,37 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.check import check_plan
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.calibration import CalibrationError
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import (
+    EstimationError,
+    RuntimeModel,
+    make_model,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.forecast import forecast
 from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     BUCKET_MARK,
     CONSIDERED_MARK,
+    SCHEDULED_MARK,
     collect,
     collective_kind,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
+from torch_patches._inductor.fx_passes.comm_overlap.graph.control import (
+    insert_overlap_dependencies,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.graph.dynamo_inputs import record_inputs
 from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import tag_of
+from torch_patches._inductor.fx_passes.comm_overlap.overlap import Overlapped, overlap
 from torch_patches._inductor.fx_passes.comm_overlap.passes.tagging import is_tagged, tag_graph
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import plan_topo_span
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
@@ -47,6 +61,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.report import (
     Report,
     build_report,
     emit_report,
+    with_forecasts,
 )
 
 log = logging.getLogger(__name__)
@@ -65,7 +80,10 @@ RANK_LOCAL_ERRORS = (
 
 Planner = Callable[[Skeleton, AugmentedGraph[fx.Node], Options], Plan]
 
-#: bucketing_mode -> what decides.  "none" runs nothing.
+#: The user's own mistakes: they raise, as bad flags do.
+USER_ERRORS = (EstimationError, CalibrationError)
+
+#: What decides where nothing is scheduled, by bucketing_mode.
 PLANNERS: dict[str, Planner] = {"topo_span": plan_topo_span}
 
 
@@ -94,7 +112,7 @@ def run_joint(graph: fx.Graph, options: Options, recorded: Sequence[RecordedInpu
         OSError, MemoryError, ...: causes local to this rank (:data:`RANK_LOCAL_ERRORS`).  After any
             other failure the graph has no tags (structure decides), with one warning.
     """
-    if options.bucketing_mode in PLANNERS:
+    if options.bucketing_mode != "none":
         _tag(graph, recorded)
 
 
@@ -130,77 +148,130 @@ def tags_digest(module: fx.GraphModule, recorded: Sequence[RecordedInput] = ()) 
 
 
 def run_post_grad(
-    graph: fx.Graph, options: Options, recorded: Sequence[RecordedInput] = ()
+    graph: fx.Graph,
+    options: Options,
+    recorded: Sequence[RecordedInput] = (),
+    estimated: bool = False,
 ) -> Report | None:
-    """Buckets the collectives of a forward, backward or inference graph, in place.
+    """Buckets and schedules the collectives of a forward, backward or inference graph, in place.
 
     A graph without tags is tagged first, if its inputs have descriptors; else structure decides.
 
     Args:
         recorded: as for :func:`run_joint`.
+        estimated: report expected times and peaks also where no decision needs them.
 
     Returns:
-        The report, or None where there is nothing to do (mode "none", no collectives) or to tell.
+        The report, or None where there is nothing to do (mode "none", no collectives, a second
+        run).
 
     Raises:
-        OSError, MemoryError, ...: causes local to this rank (:data:`RANK_LOCAL_ERRORS`).  Any
-            other failure leaves the graph as it was and warns once.
+        OSError, MemoryError, ...: causes local to this rank (:data:`RANK_LOCAL_ERRORS`).
+        EstimationError, CalibrationError: what the user gave for estimates is no good.  Any other
+            failure leaves the graph as it was and warns once.
     """
-    planner = PLANNERS.get(options.bucketing_mode)
-    if planner is None:
+    if options.bucketing_mode == "none":
         return None
     if not is_tagged(graph):
         _tag(graph, recorded)
     try:
-        change = _bucket(graph, options, planner)
-    except RANK_LOCAL_ERRORS:
+        report = _change(graph, options, estimated)
+    except (*RANK_LOCAL_ERRORS, *USER_ERRORS):
         raise
     except Exception as error:
         _raise_if_strict(error)
         reason = f"{type(error).__name__}: {error}"
         _warn_untouched(reason)
         return Report(options.bucketing_mode, failure=reason)
-    return None if change is None else _report(graph, options, change)
+    if report is not None:
+        _tell(report)
+    return report
 
 
 @dataclass(frozen=True, eq=False)
 class _Change:
-    """The graph before, and the plan that was applied to it."""
+    """The graph before, the plan that was applied to it, and what is expected of it."""
 
     before: Before
     plan: Plan
+    after: Skeleton
+    overlapped: Overlapped | None = None
 
 
-def _bucket(graph: fx.Graph, options: Options, planner: Planner) -> _Change | None:
+def _change(graph: fx.Graph, options: Options, estimated: bool) -> Report | None:
     """Reads, decides, checks and applies; the graph is as it was if this raises."""
     skeleton = collect(graph)
-    if not skeleton.collectives:
+    if not skeleton.collectives or _is_scheduled(skeleton, options):
         return None
     before = Before.of(graph, skeleton)
-    plan = planner(skeleton, contract(graph, skeleton), options)
-    plan = check_plan(skeleton, contract(graph, skeleton), plan)
     snapshot = Snapshot(graph)
     try:
-        if plan.buckets:
-            apply_plan(graph, skeleton, plan)
-            graph.lint()
+        if options.schedules:
+            change = _overlap(graph, skeleton, options, before)
+        else:
+            change = _bucket(graph, skeleton, options, before, estimated)
         _mark_considered(graph, options)
-    except Exception:
+        report = _report(graph, options, change)
+        if change.overlapped is not None and options.insert_overlap_deps:
+            edges = insert_overlap_dependencies(graph, change.overlapped.hidings())
+            report = report and replace(report, control_dependencies=edges)
+    except BaseException:
         snapshot.restore()
         raise
-    return _Change(before, plan)
+    return report
+
+
+def _overlap(graph: fx.Graph, skeleton: Skeleton, options: Options, before: Before) -> _Change:
+    overlapped = overlap(graph, skeleton, options, _model(options))
+    return _Change(before, overlapped.plan, overlapped.after.skeleton, overlapped)
+
+
+def _bucket(
+    graph: fx.Graph, skeleton: Skeleton, options: Options, before: Before, estimated: bool
+) -> _Change:
+    model = _model(options) if estimated else None
+    was = forecast(graph, skeleton, model) if model is not None else None
+    plan = PLANNERS[options.bucketing_mode](skeleton, contract(graph, skeleton), options)
+    plan = check_plan(skeleton, contract(graph, skeleton), plan)
+    if plan.buckets:
+        apply_plan(graph, skeleton, plan)
+        graph.lint()
+    after = collect(graph)
+    if model is None or was is None:
+        return _Change(before, plan, after)
+    now = forecast(graph, after, model)
+    return _Change(before, plan, after, Overlapped(plan, "as asked", was, now))
+
+
+def _model(options: Options) -> RuntimeModel:
+    return make_model(
+        options.estimate_device,
+        options.gpus_per_node,
+        options.custom_runtime_estimation,
+        options.calibration,
+        options.compute_slowdown,
+        options.link_sharing,
+    )
 
 
 def _report(graph: fx.Graph, options: Options, change: _Change) -> Report | None:
-    """Tells what was done.  A failure here must not undo it: the other ranks have done it too."""
+    """What was done.  A failure here must not undo it: the other ranks have done it too."""
     try:
-        report = build_report(options, change.before, change.plan, graph, collect(graph))
+        report = build_report(options, change.before, change.plan, graph, change.after)
+        return report if change.overlapped is None else with_forecasts(report, change.overlapped)
+    except Exception as error:
+        _raise_if_strict(error)
+        log.warning("torch_patches changed a graph but could not report it", exc_info=True)
+        return None
+
+
+def _tell(report: Report) -> None:
+    """Likewise."""
+    try:
         emit_report(report)
     except Exception as error:
         _raise_if_strict(error)
-        log.warning("torch_patches bucketed a graph but could not report it", exc_info=True)
-        return None
-    return report
+        log.warning("torch_patches changed a graph but could not report it", exc_info=True)
 
 
 def _raise_if_strict(error: Exception) -> None:
@@ -212,8 +283,18 @@ def _mark_considered(graph: fx.Graph, options: Options) -> None:
     """So that a second run with the same options changes nothing."""
     fingerprint = options.fingerprint()
     for node in graph.nodes:
-        if collective_kind(node) is not None and BUCKET_MARK not in node.meta:
-            node.meta[CONSIDERED_MARK] = fingerprint
+        if collective_kind(node) is not None:
+            if BUCKET_MARK not in node.meta:
+                node.meta[CONSIDERED_MARK] = fingerprint
+            if options.schedules:
+                node.meta[SCHEDULED_MARK] = fingerprint
+
+
+def _is_scheduled(skeleton: Skeleton, options: Options) -> bool:
+    """An earlier run with the same options has placed all collectives."""
+    fingerprint = options.fingerprint()
+    marks = [c.start.meta.get(SCHEDULED_MARK) for c in skeleton.collectives]
+    return options.schedules and fingerprint is not None and set(marks) == {fingerprint}
 
 
 @functools.cache
@@ -242,7 +323,7 @@ def _warn_untouched(reason: str) -> None:
 
 def optimize_graph(gm: fx.GraphModule, options: Options) -> Report:
     """Runs the pipeline on one GraphModule and recompiles it; see ``torch_patches.optimize_graph``."""
-    report = run_post_grad(gm.graph, options)
+    report = run_post_grad(gm.graph, options, estimated=True)
     gm.recompile()
     return report if report is not None else Report(options.bucketing_mode)
 

@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 import torch
 import torch.fx as fx
+
+if TYPE_CHECKING:
+    from torch_patches._inductor.fx_passes.comm_overlap.estimate.calibration import CalibrationTable
 
 
 class CollectiveKind(enum.Enum):
@@ -71,6 +75,10 @@ class RefusalReason(enum.Enum):
     SPAN_CAP = "the next member would exceed max_topo_span"
     DEPENDENCY = "it depends on a member of the bucket, or merging would close a cycle"
     HIDING = "merging it would take compute that hides it, or one in between, away from it"
+    MEMORY = "merging it would exceed the memory cap"
+    COPIES = "the copies into and out of the bucket would cost more than the merge saves"
+    PREFETCH = "no place is left between what its members need and their first use"
+    NOT_BETTER = "a plan without this bucket was estimated to be faster, or to need less memory"
     BARRIER = "a side effect lies between it and the bucket"
     CHECK_FAILED = "the plan did not pass the legality check"
 
@@ -329,6 +337,17 @@ class Bucket:
 
 
 @dataclass(frozen=True, eq=False)
+class Move:
+    """A node, and the place in the graph's order in front of which it shall stand.
+
+    Of a bucket's members the first start and the waits count: the merged nodes go there.
+    """
+
+    node: fx.Node
+    place: int
+
+
+@dataclass(frozen=True, eq=False)
 class Plan:
     """What a pass decided.
 
@@ -338,15 +357,26 @@ class Plan:
         operations: counted work spent deciding.
         dependencies: (before, after) pairs that must hold in the result, beyond those of the graph:
             what keeps compute between the starts and waits that it hides.
+        moves: in the order in which they shall stand where they share a place.
     """
 
     buckets: tuple[Bucket, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     operations: int = 0
     dependencies: tuple[tuple[fx.Node, fx.Node], ...] = ()
+    moves: tuple[Move, ...] = ()
 
 
 BucketCap = float | tuple[float, ...] | Callable[[int], float] | None
+
+#: ``fn(node, override_size_bytes)`` -> ms, or None to leave it to the model.
+CustomEstimation = Callable[[fx.Node, int | None], float | None]
+
+#: Share of the input's peak by which a schedule may raise it where no cap is given; and the bytes
+#: that it may always have then, without which small models would get nothing.
+DEFAULT_MEMORY_INCREASE, DEFAULT_MEMORY_BYTES = 0.02, 32 << 20
+#: Kernels that a gather may start ahead of its use: about three layers of a transformer.
+DEFAULT_PREFETCH = 50
 
 
 @dataclass(frozen=True)
@@ -354,7 +384,7 @@ class Options:
     """Everything a pass may read besides the skeleton; one frozen copy for each compile.
 
     Args:
-        bucketing_mode: "none" or "topo_span".
+        bucketing_mode: "none", "topo_span" or "auto".
         max_topo_span: largest span of a bucket in working nodes, None for no bound.
         bucket_cap_mb: MB (2**20 bytes) a bucket may hold; a sequence is by bucket index with the
             last value repeating; a callable takes the bucket index; None takes the size that
@@ -365,6 +395,27 @@ class Options:
         primary_fsdp_group_only: of the groups with parameter gathers or gradient scatters, bucket
             only the one with the most gathers; other groups (replicas) are served all the same.
         bucket_mode: "default" (copying), "coalesced" (zero-copy), None (chosen by the pass).
+        enable_overlap_scheduling: also decide when collectives start and are waited for; "auto"
+            does so anyway.
+        insert_overlap_deps: hold the order in Inductor by control dependencies; None: where
+            Inductor compiles.
+        max_memory_increase_gb: GB (2**30 bytes) by which the peak may grow.
+        max_memory_increase_ratio: the same as a share of the peak.  Of two given the smaller
+            counts; where neither is given, the larger of :data:`DEFAULT_MEMORY_INCREASE` and
+            :data:`DEFAULT_MEMORY_BYTES` does.
+        max_in_flight_gb: GB of collectives that have started and are not used or waited for yet;
+            None for no bound but the peak's.
+        max_compute_pre_fetch: kernels between a gather's start and its first use; None for
+            :data:`DEFAULT_PREFETCH`.
+        gpus_per_node: ranks that share a node, on all of them.
+        estimate_device: whose constants estimates use.
+        compute_slowdown: a kernel takes this many times as long under a collective.
+        link_sharing: share of a transfer that one of another group on the same link waits for.
+        calibration_file: table of measured costs, the same file on all ranks.
+        calibration: what was read from it when the compile started.
+        calibration_digest: of that.
+        custom_runtime_estimation: the user's own estimation.
+        estimation_digest: what tells it from others in all processes; None if nothing does.
     """
 
     bucketing_mode: str = "none"
@@ -372,8 +423,36 @@ class Options:
     bucket_cap_mb: BucketCap = None
     primary_fsdp_group_only: bool = False
     bucket_mode: str | None = None
+    enable_overlap_scheduling: bool = False
+    insert_overlap_deps: bool | None = None
+    max_memory_increase_gb: float | None = None
+    max_memory_increase_ratio: float | None = None
+    max_in_flight_gb: float | None = None
+    max_compute_pre_fetch: int | None = None
+    gpus_per_node: int = 8
+    estimate_device: str = "H100"
+    compute_slowdown: float = 1.2
+    link_sharing: float = 1.0
+    calibration_file: str | None = None
+    calibration: CalibrationTable | None = field(default=None, repr=False, compare=False)
+    calibration_digest: str | None = None
+    custom_runtime_estimation: CustomEstimation | None = field(default=None, repr=False)
+    estimation_digest: str | None = None
+
+    @property
+    def schedules(self) -> bool:
+        """Whether starts and waits are moved."""
+        return self.bucketing_mode == "auto" or (
+            self.bucketing_mode != "none" and self.enable_overlap_scheduling
+        )
 
     def fingerprint(self) -> str | None:
-        """Equal for equal options; None with a function among them, which cannot be compared."""
-        values = [getattr(self, f.name) for f in fields(self)]
-        return None if any(callable(v) for v in values) else repr(values)
+        """Equal for equal options; None with a function among them that cannot be compared."""
+        if callable(self.bucket_cap_mb) or not self.has_known_estimation:
+            return None
+        return repr([getattr(self, f.name) for f in fields(self) if f.repr])
+
+    @property
+    def has_known_estimation(self) -> bool:
+        """No estimation of the user's, or one that can be told from others."""
+        return self.custom_runtime_estimation is None or self.estimation_digest is not None

@@ -11,12 +11,14 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import CollectiveSpan
 from torch_patches._inductor.fx_passes.comm_overlap.graph.metrics import (
     displaced_share,
     max_consecutive_compute_between_reduce_scatters,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import tensors_of
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import report_bytes
+from torch_patches._inductor.fx_passes.comm_overlap.overlap import Overlapped
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Bucket,
     CloseReason,
@@ -49,6 +51,28 @@ class GroupReport:
     count: int
     size_bytes: int
     bytes_by_dtype: dict[str, int]
+
+
+@dataclass(frozen=True)
+class SpanReport:
+    """One collective of the result, as the timeline expects it to run.
+
+    Args:
+        start: name of its start.
+        start_ms, end_ms: on its group's stream.
+        exposed_ms: how long compute stands still for it.
+        hidden_ms: how long compute runs meanwhile.
+        hidden_by: names of that compute, the longest first, eight at most.
+    """
+
+    start: str
+    kind: str
+    group: str
+    start_ms: float
+    end_ms: float
+    exposed_ms: float
+    hidden_ms: float
+    hidden_by: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -88,6 +112,18 @@ class Report:
         schedule_hash: equal on two ranks exactly if they launch the same collectives in the same
             order; compare it offline when a job hangs.
         failure: why the graph was left as it was, or None.
+        estimates: constants behind the figures that follow; empty where nothing was estimated.
+        way: which of the ways tried was taken; "input" means that nothing was better.
+        total_ms_before, total_ms_after: of the simulated run.
+        exposed_ms_before, exposed_ms_after: how long compute stands still for collectives.
+        exposed_by_group_before, exposed_by_group_after: the same by process group.
+        compute_ms_before, compute_ms_after: of all kernels; the difference is copies.
+        peak_bytes_before, peak_bytes_after: most live bytes, where inputs other than parameters die
+            after their last use.
+        held_peak_bytes_before, held_peak_bytes_after: where the caller holds them.
+        moved: nodes that a schedule placed anew.
+        control_dependencies: edges that hold the order in Inductor.
+        spans: every collective of the result.
     """
 
     mode: str
@@ -107,6 +143,23 @@ class Report:
     operations: int = 0
     schedule_hash: str = ""
     failure: str | None = None
+    estimates: str = ""
+    way: str = ""
+    total_ms_before: float = 0.0
+    total_ms_after: float = 0.0
+    exposed_ms_before: float = 0.0
+    exposed_ms_after: float = 0.0
+    exposed_by_group_before: dict[str, float] = field(default_factory=dict)
+    exposed_by_group_after: dict[str, float] = field(default_factory=dict)
+    compute_ms_before: float = 0.0
+    compute_ms_after: float = 0.0
+    peak_bytes_before: int = 0
+    peak_bytes_after: int = 0
+    held_peak_bytes_before: int = 0
+    held_peak_bytes_after: int = 0
+    moved: int = 0
+    control_dependencies: int = 0
+    spans: tuple[SpanReport, ...] = ()
 
     def to_json(self) -> str:
         """The whole report as JSON; refusal reasons as their sentences."""
@@ -123,7 +176,18 @@ class Report:
             f"max span {self.max_span} (bound {self.max_topo_span}), closed {closes}, "
             f"max consecutive compute between reduce-scatters "
             f"{self.max_consecutive_compute_before} -> {self.max_consecutive_compute_after}, "
-            f"{self.displaced_share:.1%} of nodes displaced"
+            f"{self.displaced_share:.1%} of nodes displaced{self._estimated()}"
+        )
+
+    def _estimated(self) -> str:
+        if not self.estimates:
+            return ""
+        mib = 1 << 20
+        return (
+            f", estimated ({self.estimates}; way: {self.way}) "
+            f"{self.total_ms_before:.2f} -> {self.total_ms_after:.2f} ms, "
+            f"exposed {self.exposed_ms_before:.2f} -> {self.exposed_ms_after:.2f} ms, "
+            f"peak {self.peak_bytes_before / mib:.1f} -> {self.peak_bytes_after / mib:.1f} MiB"
         )
 
 
@@ -238,6 +302,44 @@ def build_report(
         max_consecutive_compute_after=max_consecutive_compute_between_reduce_scatters(graph),
         operations=plan.operations,
         schedule_hash=schedule_hash(after),
+    )
+
+
+def with_forecasts(report: Report, overlapped: Overlapped) -> Report:
+    """The report with what the estimates expect of the graph before and after."""
+    before, after = overlapped.before, overlapped.after
+    return replace(
+        report,
+        estimates=after.model.describe(),
+        way=overlapped.way,
+        total_ms_before=before.timeline.total_ms,
+        total_ms_after=after.timeline.total_ms,
+        exposed_ms_before=before.timeline.exposed_ms,
+        exposed_ms_after=after.timeline.exposed_ms,
+        exposed_by_group_before=before.timeline.exposed_by_group(),
+        exposed_by_group_after=after.timeline.exposed_by_group(),
+        compute_ms_before=before.timeline.compute_ms,
+        compute_ms_after=after.timeline.compute_ms,
+        peak_bytes_before=before.peak_bytes,
+        peak_bytes_after=after.peak_bytes,
+        held_peak_bytes_before=before.held_peak_bytes,
+        held_peak_bytes_after=after.held_peak_bytes,
+        moved=len(overlapped.plan.moves),
+        spans=tuple(map(_describe_span, after.timeline.spans)),
+    )
+
+
+def _describe_span(span: CollectiveSpan) -> SpanReport:
+    longest = sorted(span.hidden_by, key=lambda hiding: -hiding.ms)[:8]
+    return SpanReport(
+        start=span.collective.start.name,
+        kind=span.collective.kind.value,
+        group=span.collective.group,
+        start_ms=span.start_ms,
+        end_ms=span.end_ms,
+        exposed_ms=span.exposed_ms,
+        hidden_ms=span.hidden_ms,
+        hidden_by=tuple(hiding.node.name for hiding in longest),
     )
 
 

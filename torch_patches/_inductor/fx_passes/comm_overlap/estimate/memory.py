@@ -15,7 +15,7 @@ Equal, node by node, to what torch's MemTracker sees when the graphs of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -88,12 +88,48 @@ def live_bytes(
     *,
     sizes: Mapping[fx.Node, int] | None = None,
     eager: bool = False,
+    idle: Set[fx.Node] = frozenset(),
 ) -> LiveBytes:
-    """Live bytes along the graph's order; arguments as for :func:`peak_bytes`."""
+    """Live bytes along the graph's order; arguments as for :func:`peak_bytes`.
+
+    Args:
+        idle: nodes that count as views of their first argument, since only some ranks have them.
+    """
     order = list(graph.nodes)
-    storages = Storages(_NOTHING_SHARED if sizes is None else sizes, eager)
+    storages = _storages(order, sizes, eager, idle)
+    return _live(order, storages, free_inputs, kept)
+
+
+def live_bytes_each(
+    graph: fx.Graph,
+    kept: Set[fx.Node] = frozenset(),
+    *,
+    sizes: Mapping[fx.Node, int] | None = None,
+    eager: bool = False,
+    idle: Set[fx.Node] = frozenset(),
+) -> tuple[LiveBytes, LiveBytes]:
+    """(Inputs held by the caller, inputs freed after their last use), from one pass; see
+    :func:`live_bytes`."""
+    order = list(graph.nodes)
+    storages = _storages(order, sizes, eager, idle)
+    return _live(order, storages, False, kept), _live(order, storages, True, kept)
+
+
+def _storages(
+    order: Sequence[fx.Node],
+    sizes: Mapping[fx.Node, int] | None,
+    eager: bool,
+    idle: Set[fx.Node],
+) -> Storages:
+    storages = Storages(_NOTHING_SHARED if sizes is None else sizes, eager, idle)
     for place, node in enumerate(order):
         storages.visit(node, place)
+    return storages
+
+
+def _live(
+    order: Sequence[fx.Node], storages: Storages, free_inputs: bool, kept: Set[fx.Node]
+) -> LiveBytes:
     made: list[int] = [0] * len(order)
     dying: list[int] = [0] * len(order)
     inputs = 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,12 +66,14 @@ class _Flight:
 class Storages:
     """Storages by index: ``sizes`` in bytes, ``made_at`` and ``last_use`` as places of the order."""
 
-    def __init__(self, shared_sizes: Mapping[fx.Node, int], eager: bool) -> None:
+    def __init__(
+        self, shared_sizes: Mapping[fx.Node, int], eager: bool, idle: Set[fx.Node] = frozenset()
+    ) -> None:
         """Arguments as those of ``memory.peak_bytes``."""
         self.sizes: list[int] = []
         self.made_at: list[int] = []
         self.last_use: list[int] = []
-        self._shared_sizes, self._eager = shared_sizes, eager
+        self._shared_sizes, self._eager, self._idle = shared_sizes, eager, idle
         self._items: dict[fx.Node, tuple[_Indices, ...]] = {}
         self._in_flight: dict[int, _Flight] = {}
 
@@ -104,7 +106,7 @@ class Storages:
         """Storages of each item of the node's result."""
         if node.op == "output":
             return ()
-        viewed = first_argument(node) if _shares_storage(node) else None
+        viewed = first_argument(node) if node in self._idle or _shares_storage(node) else None
         if isinstance(viewed, fx.Node):
             return self._view(node, viewed)
         aliased = _written_arguments(node)

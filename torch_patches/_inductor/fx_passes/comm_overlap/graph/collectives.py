@@ -58,9 +58,13 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
 
 #: ``node.meta`` key of nodes made by a merge; such collectives are not merged again.
 BUCKET_MARK = "comm_overlap_bucket"
+#: ``node.meta`` key of the member results that a bucket is copied out to.
+MEMBER_MARK = "comm_overlap_member"
 #: ``node.meta`` key of starts that a run has left alone: the fingerprint of its options.  A merge
 #: shortens distances, so without it a second run could find something to merge.
 CONSIDERED_MARK = "comm_overlap_considered"
+#: ``node.meta`` key of starts that a schedule has placed: the fingerprint of its options.
+SCHEDULED_MARK = "comm_overlap_scheduled"
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,9 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
 #: which changes no order: it does not matter if ranks differ in it.
 SEARCH_LIMIT = 1000
 
-#: Inductor lowers other collectives (all-reduce, broadcast) to their in-place form on a copy of
-#: the payload.  What depends on "the start's result" then depends on that copy, not on the launch.
+#: Inductor lowers other collectives (all-reduce, broadcast) to their in-place form, on a copy of
+#: the payload if need be.  What depends on "the start's result" then depends on that payload, not
+#: on the launch.  That is worth having: with the payload made, delaying the launch saves no memory.
 _RESULT_IS_LAUNCH = frozenset(
     {
         "all_gather_into_tensor",
@@ -92,14 +93,14 @@ class OverlapDependencies:
     Args:
         edges: in the order of the nodes they end in.
         without_anchor: overlaps that get no edge: none of their compute may be an anchor.
-        without_start_edge: overlaps whose start Inductor lowers in place (all-reduce, broadcast);
-            their waits are held behind the compute, their starts stay where Inductor puts them.
+        payload_held: overlaps whose start Inductor lowers in place (all-reduce, broadcast): not
+            the launch but its payload is held in front of the compute.
         operations: graph edges visited.
     """
 
     edges: tuple[Edge, ...]
     without_anchor: tuple[Overlap, ...]
-    without_start_edge: tuple[Overlap, ...]
+    payload_held: tuple[Overlap, ...]
     operations: int
 
 
@@ -146,25 +147,27 @@ def plan_overlap_dependencies(
             left out whatever it says.
     """
     paths = _Paths(graph)
-    candidates: dict[tuple[fx.Node, fx.Node], None] = {}
+    candidates: set[tuple[fx.Node, fx.Node]] = set()
+    weak: set[tuple[fx.Node, fx.Node]] = set()
     without_anchor: list[Overlap] = []
-    without_start_edge: list[Overlap] = []
+    payload_held: list[Overlap] = []
     for overlap in overlaps:
         anchors = _anchors(overlap, is_anchor, paths.numbers)
         if not anchors:
             without_anchor.append(overlap)
             continue
-        if _result_is_launch(overlap.start):
-            for anchor in paths.first_of(anchors):
-                candidates[overlap.start, paths.carrier(overlap.start, anchor)] = None
-        else:
-            without_start_edge.append(overlap)
+        held = _result_is_launch(overlap.start)
+        if not held:
+            payload_held.append(overlap)
+        for anchor in paths.first_of(anchors):
+            edge = (overlap.start, paths.carrier(overlap.start, anchor))
+            (candidates if held else weak).add(edge)
         last = paths.last_of(anchors)
-        candidates.update({(anchor, wait): None for wait in overlap.waits for anchor in last})
+        candidates.update((anchor, wait) for wait in overlap.waits for anchor in last)
     return OverlapDependencies(
-        edges=_reduced(candidates, paths),
+        edges=_reduced(candidates, weak, paths),
         without_anchor=tuple(without_anchor),
-        without_start_edge=tuple(without_start_edge),
+        payload_held=tuple(payload_held),
         operations=paths.operations,
     )
 
@@ -183,7 +186,7 @@ def _anchors(
 def can_wrap(node: fx.Node) -> bool:
     """Whether ``control_deps`` can hold compute: a pure aten op with one tensor as its result.
 
-    Not random ops (a Generator argument too), effects, ops that return a tuple, a list or nothing,
+    Not random ops (all aten ops that take a Generator are tagged so), effects, ops that return a tuple, a list or nothing,
     higher-order ops (``auto_functionalized``, ``flex_attention``) and convolutions.
     """
     target = (wrapped_node(node) or node).target
@@ -191,8 +194,6 @@ def can_wrap(node: fx.Node) -> bool:
         return False
     schema = target._schema
     if schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
-        return False
-    if any("Generator" in str(argument.type) for argument in schema.arguments):
         return False
     single = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
     return single and op_name(target) not in _NEVER_WRAPPED
@@ -202,20 +203,27 @@ def _result_is_launch(start: fx.Node) -> bool:
     return op_name((wrapped_node(start) or start).target) in _RESULT_IS_LAUNCH
 
 
-def _reduced(candidates: Iterable[tuple[fx.Node, fx.Node]], paths: _Paths) -> tuple[Edge, ...]:
-    """Candidates that no path implies.
+def _reduced(
+    candidates: Iterable[tuple[fx.Node, fx.Node]],
+    weak: Iterable[tuple[fx.Node, fx.Node]],
+    paths: _Paths,
+) -> tuple[Edge, ...]:
+    """Candidates that no path implies, in the order of their ends.
 
     Short ones first: a path around an edge consists of shorter ones, so each is decided when all
-    that could imply it have been.
+    that could imply it have been.  Weak ones (they hold a payload only) imply nothing.
     """
     numbers = paths.numbers
+
+    def length(edge: tuple[fx.Node, fx.Node]) -> tuple[int, int]:
+        return numbers[edge[1]] - numbers[edge[0]], numbers[edge[1]]
+
     kept: list[Edge] = []
-    for before, after in sorted(
-        candidates, key=lambda e: (numbers[e[1]] - numbers[e[0]], numbers[e[1]])
-    ):
+    for before, after in sorted(candidates, key=length):
         if not paths.connected(before, after):
             paths.add(before, after)
             kept.append(Edge(before, after))
+    kept += [Edge(*edge) for edge in sorted(weak, key=length) if not paths.connected(*edge)]
     return tuple(sorted(kept, key=lambda e: (numbers[e.after], numbers[e.before])))
 
 

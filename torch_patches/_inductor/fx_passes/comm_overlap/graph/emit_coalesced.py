@@ -24,8 +24,9 @@ aten = torch.ops.aten
 def emit_coalesced(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
     """Replaces the members by one coalesced start, and a getitem and a wait for each.
 
-    Each wait stands where the member's own wait stood.  Works for symbolic sizes, since no size
-    is written into the graph.
+    All waits stand together at the first one: the launch is done as a whole, and until the last of
+    them it holds what it sent and all of its results.  Works for symbolic sizes, since no size is
+    written into the graph.
     """
     members = [bucket.members[i] for i in bucket.payload_order]
     starts = [member.start for member in members]
@@ -50,7 +51,7 @@ def emit_coalesced(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
     return Merged(
         start=merged,
         start_nodes=(*made, merged, *parts),
-        in_place_of={new: old for old, new in waits.items()},
+        wait_nodes=tuple(waits.values()),
         replaced={**dict.fromkeys(starts, merged), **waits},
     )
 

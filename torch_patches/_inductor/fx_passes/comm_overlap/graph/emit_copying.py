@@ -20,6 +20,7 @@ from collections.abc import Sequence, Set
 import torch
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import MEMBER_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import (
     Emitter,
     Merged,
@@ -240,7 +241,9 @@ def _copy_out(
     for place, member in enumerate(members):
         donor = member.waits[0]
         part = made.call(operator.getitem, (copies, place), donor, copies.meta["val"][place])
-        outputs.append(made.view(part, list(member.start.meta["val"].shape), donor))
+        output = made.view(part, list(member.start.meta["val"].shape), donor)
+        output.meta[MEMBER_MARK] = True
+        outputs.append(output)
     return outputs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,15 +39,13 @@ class Merged:
         start: the merged collective.
         start_nodes: copies in and the start, in order.
         replaced: erased node -> the node that took its place, for ordering constraints.
-        wait_nodes: what belongs at the first wait: the merged wait and copies out.
-        in_place_of: new node -> the erased node at whose place it belongs.
+        wait_nodes: what belongs at the first wait: the waits and, of the copying form, copies out.
     """
 
     start: fx.Node
     start_nodes: tuple[fx.Node, ...]
     replaced: dict[fx.Node, fx.Node]
     wait_nodes: tuple[fx.Node, ...] = ()
-    in_place_of: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
 
 class Emitter:

@@ -100,19 +100,18 @@ class Placement:
 
     numbers: Mapping[fx.Node, int]
     keys: dict[fx.Node, OrderKey] = field(default_factory=dict)
+    _placed: int = 0
 
     def key(self, node: fx.Node) -> OrderKey:
         known = self.keys.get(node)
         return known if known is not None else (self.numbers[node], _IN_PLACE, 0)
 
     def place_new(self, nodes: Iterable[fx.Node], slot: int) -> None:
-        """Puts new nodes directly before what stood at ``slot``, in the order given."""
+        """Puts nodes directly before what stood at ``slot``, in the order given, behind those that
+        were put there before."""
         for node in nodes:
-            self.keys[node] = (slot, _NEW, len(self.keys))
-
-    def place_like(self, new: fx.Node, old: fx.Node) -> None:
-        """Puts a new node where the erased ``old`` stood."""
-        self.keys[new] = (self.numbers[old], _IN_PLACE, 0)
+            self.keys[node] = (slot, _NEW, self._placed)
+            self._placed += 1
 
     def hoist_inputs(self, start: fx.Node, precedence: Precedence) -> None:
         """Lowers the keys of everything that must precede ``start`` but stands behind it."""

@@ -1,6 +1,6 @@
 """Applies a plan: ``apply_plan(graph, skeleton, plan)`` merges its buckets in one rewrite.
 
-Coalesced form, one launch and no copies; each member keeps a wait where it had one:
+Coalesced form, one launch and no copies; each member keeps a wait, all at the first one's place:
 
     AG(a) -> W -> ...                AGs([a, b]) -> getitem 0 -> W -> ...
     AG(b) -> W -> ...        =>                  -> getitem 1 -> W -> ...
@@ -65,10 +65,9 @@ def apply_plan(graph: fx.Graph, skeleton: Skeleton, plan: Plan) -> None:
         result = _emit(emitter, bucket, index)
         placement.place_new(result.start_nodes, slot)
         placement.place_new(result.wait_nodes, max(wait_slot, slot))
-        for new, old in result.in_place_of.items():
-            placement.place_like(new, old)
         renamed.update(result.replaced)
         merged.append(result)
+    _place_moved(placement, plan, renamed, merged)
     precedence = Precedence(_carried_over(pairs, renamed, merged))
     for result in merged:
         for node in result.start_nodes:
@@ -85,6 +84,37 @@ def _emit(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
     return emit_copying(emitter, bucket, index)
 
 
+def _place_moved(
+    placement: Placement,
+    plan: Plan,
+    renamed: dict[fx.Node, fx.Node],
+    merged: Sequence[Merged],
+) -> None:
+    """Puts moved nodes, or what took their place, where the plan wants them.
+
+    A merged start goes with its copies where its first member goes, a merged wait likewise.
+    """
+    together: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    for result in merged:
+        together.update(dict.fromkeys(result.start_nodes, result.start_nodes))
+        together.update(dict.fromkeys(result.wait_nodes, result.wait_nodes))
+    placed: set[fx.Node] = set()
+    for move in plan.moves:
+        node = _current(move.node, renamed)
+        if node in placed or (node is move.node and node._erased):
+            continue  # a later member, or a cast that its bucket's copy makes
+        nodes = together.get(node, (node,))
+        placement.place_new(nodes, move.place)
+        placed.update(nodes)
+
+
+def _current(node: fx.Node, renamed: dict[fx.Node, fx.Node]) -> fx.Node:
+    """What took the place of a node that was merged."""
+    while node in renamed:
+        node = renamed[node]
+    return node
+
+
 def _carried_over(
     pairs: Sequence[tuple[fx.Node, fx.Node]],
     renamed: dict[fx.Node, fx.Node],
@@ -96,15 +126,9 @@ def _carried_over(
     bucket must follow too: they read the payload now.
     """
     reads = {result.start: result.start_nodes for result in merged}
-
-    def current(node: fx.Node) -> fx.Node:
-        while node in renamed:
-            node = renamed[node]
-        return node
-
     result: list[tuple[fx.Node, fx.Node]] = []
     for before, after in pairs:
-        before, after = current(before), current(after)
+        before, after = _current(before, renamed), _current(after, renamed)
         if before is after:
             continue
         readers = reads.get(after, (after,))

@@ -43,6 +43,11 @@ class Merger:
         #: Index of a collective -> why its last merge was refused, where dependencies were not why.
         self.why: dict[int, RefusalReason] = {}
 
+    @property
+    def operations(self) -> int:
+        """Counted work so far."""
+        return self.contracted.operations
+
     def needs(self, node: fx.Node, limit: int) -> Sequence[fx.Node]:
         """Direct predecessors, for a quick look for dependencies; may leave some out."""
         return self.contracted.predecessors(node, limit)
@@ -61,12 +66,17 @@ class Merger:
             self.contracted.rollback(mark)
         return merged
 
+    def merge_waits(self, members: Sequence[Collective]) -> bool:
+        """Merges the waits of a bucket whose starts are merged; all or nothing."""
+        mark = self.contracted.checkpoint()
+        merged = self.contracted.merge_all([wait for member in members for wait in member.waits])
+        if not merged:
+            self.contracted.rollback(mark)
+        return merged
+
 
 def settle_form(
-    contracted: AugmentedGraph[fx.Node],
-    members: Sequence[Collective],
-    form: MergeForm,
-    options: Options,
+    merger: Merger, members: Sequence[Collective], form: MergeForm, options: Options
 ) -> MergeForm:
     """The form of a bucket whose starts are merged, now that its members are known.
 
@@ -79,11 +89,7 @@ def settle_form(
         return form
     if not are_scaled_alike(members):
         return form
-    mark = contracted.checkpoint()
-    if contracted.merge_all([wait for member in members for wait in member.waits]):
-        return MergeForm.COPY
-    contracted.rollback(mark)
-    return form
+    return MergeForm.COPY if merger.merge_waits(members) else form
 
 
 def make_bucket(members: Sequence[Collective], form: MergeForm, reason: CloseReason) -> Bucket:

@@ -5,11 +5,14 @@ placeholder -> cast -> pad -> AG -> wait -> use        {cast, pad, AG} move up t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import is_view
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     BarrierKind,
     Collective,
@@ -25,9 +28,13 @@ class Gather:
 
     Args:
         collective: the gather.
-        preparation: nodes that only prepare its payload, in graph order; they move with it.
+        preparation: nodes that only prepare its payload, and nodes that do no work on the way to it,
+            in graph order; they move with it.
         earliest: first place where what those need exists.
         start, use: places of its start and of its first wait.
+        latest: last place in front of which it can start: its use, or a side effect before that.
+        flight_bytes: what lives between the two because of it: its result, and its payload where
+            that is made for it.
     """
 
     collective: Collective
@@ -35,50 +42,74 @@ class Gather:
     earliest: int
     start: int
     use: int
+    latest: int
+    flight_bytes: int
 
 
 def find_gathers(skeleton: Skeleton, place: Mapping[fx.Node, int]) -> list[Gather]:
     """Parameter gathers in order of use; linear in the graph."""
     fixed = {node for pair in skeleton.order_dependencies for node in pair}
+    behind: dict[fx.Node, int] = {}
+    for before, after in skeleton.order_dependencies:
+        behind[after] = max(behind.get(after, -1), place[before])
     for collective in skeleton.collectives:
         fixed.update((collective.start, *collective.waits))
-    fences = [place[b.node] for b in skeleton.barriers if b.kind is BarrierKind.EFFECT]
+    fences = sorted(place[b.node] for b in skeleton.barriers if b.kind is BarrierKind.EFFECT)
     found = [
-        _gather(c, place, fixed, fences)
+        _gather(
+            c, place, fixed, _bounds(fences, place[c.start], behind.get(c.start, -1)), skeleton.idle
+        )
         for c in skeleton.collectives
         if c.kind is CollectiveKind.ALL_GATHER and c.traffic is Traffic.PARAMETER and c.waits
     ]
-    return sorted(found, key=lambda gather: (gather.use, gather.start))
+    return sorted(found, key=lambda gather: (gather.latest, gather.use, gather.start))
 
 
 def _gather(
     collective: Collective,
     place: Mapping[fx.Node, int],
     fixed: set[fx.Node],
-    fences: Sequence[int],
+    bounds: tuple[int, int],
+    idle: Set[fx.Node],
 ) -> Gather:
+    """Args: ``bounds``: what the start must not pass, beyond what it needs."""
+    behind, before = bounds
     start = place[collective.start]
-    preparation = _preparation(collective.start, place, fixed)
+    preparation = _preparation(collective.start, place, fixed, idle)
     inside = {collective.start, *preparation}
     needed = [place[n] for node in inside for n in node.all_input_nodes if n not in inside]
-    fence = max((f for f in fences if f < start), default=-1)
-    earliest = max(needed, default=-1)
+    earliest = max(behind, *needed, -1) + 1
     use = min(place[wait] for wait in collective.waits)
-    return Gather(collective, preparation, max(earliest, fence) + 1, start, use)
+    size = collective.size_bytes
+    if any(not is_view(node) and node not in idle for node in preparation):
+        ranks = collective.key.group_size if collective.key is not None else None
+        size += size // max(ranks or 1, 1)
+    return Gather(collective, preparation, earliest, start, use, min(use, before), size)
+
+
+def _bounds(fences: Sequence[int], place: int, behind: int) -> tuple[int, int]:
+    """The last of the sorted ``fences`` in front of ``place``, and the first one behind it."""
+    index = bisect_left(fences, place)
+    before = fences[index - 1] if index else -1
+    return max(before, behind), fences[index] if index < len(fences) else sys.maxsize
 
 
 def _preparation(
-    start: fx.Node, place: Mapping[fx.Node, int], fixed: set[fx.Node]
+    start: fx.Node, place: Mapping[fx.Node, int], fixed: set[fx.Node], idle: Set[fx.Node]
 ) -> tuple[fx.Node, ...]:
-    """Casts, views and pads that nobody but ``start`` needs."""
-    inside = {start}
+    """Casts that nobody but ``start`` needs, and views and pads, also where others need them."""
+    inside, exclusive = {start}, {start}
     pending = list(start.all_input_nodes)
     while pending:
         node = pending.pop()
-        if node.op != "call_function" or node in fixed or not inside.issuperset(node.users):
+        if node.op != "call_function" or node in fixed or node in exclusive:
             continue
-        if node not in inside:
-            inside.add(node)
-            pending.extend(node.all_input_nodes)
+        alone = exclusive.issuperset(node.users)
+        if not alone and (node in inside or node not in idle):
+            continue
+        inside.add(node)
+        if alone:
+            exclusive.add(node)
+        pending.extend(node.all_input_nodes)
     inside.discard(start)
     return tuple(sorted(inside, key=place.__getitem__))

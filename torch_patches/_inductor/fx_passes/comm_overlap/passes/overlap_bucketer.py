@@ -11,32 +11,44 @@ the graph cannot see is the stream: a group runs its collectives in the order th
 that makes one collective jump the queue delays those it jumps over, so it may jump only over
 collectives that nothing hides; and a hidden one is never put off behind others.
 
-Strategy and bounds (bytes, span, order of candidates) are those of the greedy in ``topo_span.py``.
+Several places are tried for the merged start and for the merged wait, in the order that
+``berths.joint_places`` gives; those taken are the plan's moves.  They leave compute where it is.
+Where no such place is left, a merge that only dependencies allow is made without places, and the
+rewrite chooses them; but not under a memory cap, since nobody knows what lives there then.
+
+A merge that copies must save what its copies cost.  Bounds (bytes, span) are those of the greedy in
+``topo_span.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
 from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
-from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import Merger
-from torch_patches._inductor.fx_passes.comm_overlap.passes.start_queue import Entry, StartQueue
-from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import plan_greedily
+from torch_patches._inductor.fx_passes.comm_overlap.passes.berths import NEVER
+from torch_patches._inductor.fx_passes.comm_overlap.passes.candidates import select_candidates
+from torch_patches._inductor.fx_passes.comm_overlap.passes.hiding_merger import HidingMerger
+from torch_patches._inductor.fx_passes.comm_overlap.passes.replicas import (
+    follow_scatters,
+    scatters_of_replicas,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.passes.room import Surroundings
+from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import plan_schedule
+from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import (
+    greedy_buckets,
+    plan_greedily,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.passes.units import make_units
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    Bucket,
-    Collective,
     HidingInterval,
-    MergeForm,
     Options,
     Plan,
-    RefusalReason,
     Skeleton,
 )
-
-#: Entries of a queue that one merge may jump over; bounds the work of a merge.
-MAX_JUMP = 64
 
 
 def plan_preserving_overlap(
@@ -44,135 +56,97 @@ def plan_preserving_overlap(
     contracted: AugmentedGraph[fx.Node],
     options: Options,
     hiding: Sequence[HidingInterval],
+    surroundings: Surroundings | None = None,
+    model: RuntimeModel | None = None,
 ) -> Plan:
-    """Plans buckets that keep every hiding interval, with the dependencies that hold them.
+    """Plans buckets that keep every hiding interval, with what holds them.
+
+    The plan has dependencies (compute inside of its interval, each group's start order) and moves
+    (the places of merged starts and waits).
 
     Args:
         contracted: a contraction that keeps the hiding nodes too
-            (``contract(graph, skeleton, also=...)``).
+            (``contract(graph, skeleton, also=...)``); used up.
         hiding: compute by collective; a relation that contradicts the graph (compute that the
             collective needs, or that needs it) is dropped.
+        surroundings: with them merging keeps the memory cap, and exposed collectives are taken
+            before or after hidden ones, by what simulates better.
+        model: costs of copies and launches; that of the track where there is one.  Without any,
+            copies cost nothing.
     """
-    merger = HidingMerger(skeleton, contracted, hiding)
-    plan = plan_greedily(skeleton, merger, options)
+    mark = contracted.checkpoint()
+    merger = HidingMerger(skeleton, contracted, hiding, surroundings, model)
+    candidates, _ = select_candidates(skeleton, options)
+    if surroundings is None or len({merger.is_hidden(c) for c in candidates}) < 2:
+        return _finish(plan_greedily(skeleton, merger, options), merger)
+    contracted.rollback(mark)
+    plans = plan_both_orders(skeleton, contracted, options, hiding, surroundings, model)
+    best = min(plans, key=lambda plan: _badness(plan, surroundings))
+    return replace(best, operations=sum(plan.operations for plan in plans))
+
+
+def plan_both_orders(
+    skeleton: Skeleton,
+    contracted: AugmentedGraph[fx.Node],
+    options: Options,
+    hiding: Sequence[HidingInterval],
+    surroundings: Surroundings,
+    model: RuntimeModel | None = None,
+) -> tuple[Plan, Plan]:
+    """The plan with exposed collectives taken first, and the one with these taken last.
+
+    Arguments as above; ``contracted`` is left as it was given.
+    """
+    plans: list[Plan] = []
+    for exposed_first in (True, False):
+        mark = contracted.checkpoint()
+        merger = HidingMerger(skeleton, contracted, hiding, surroundings, model)
+        plans.append(_finish(_plan_sorted(skeleton, merger, options, exposed_first), merger))
+        contracted.rollback(mark)
+    return plans[0], plans[1]
+
+
+def _finish(plan: Plan, merger: HidingMerger) -> Plan:
+    dependencies = tuple(merger.dependencies(plan.buckets))
+    return replace(plan, dependencies=dependencies, moves=tuple(merger.moves(plan.buckets)))
+
+
+def _plan_sorted(
+    skeleton: Skeleton, merger: HidingMerger, options: Options, exposed_first: bool
+) -> Plan:
+    """The greedy with exposed collectives in front of hidden ones, or behind them.
+
+    They are sorted within stretches of half a span, so that a bucket meets all that it may hold
+    before it has put off too many; the merger watches the span.
+    """
+    candidates, refusals = select_candidates(skeleton, options)
+    span = options.max_topo_span
+    length = NEVER if span is None else max(span // 2, 1)
+    candidates.sort(
+        key=lambda c: (c.position // length, merger.is_hidden(c) == exposed_first, c.index)
+    )
+    scatter_of = scatters_of_replicas(skeleton.collectives)
+    leaders = [c for c in candidates if c.index not in scatter_of]
+    replicas = [c for c in candidates if c.index in scatter_of]
+    unbounded = replace(options, max_topo_span=None)
+    merger.max_span = options.max_topo_span
+    led = greedy_buckets(leaders, merger, unbounded, refusals)
+    merger.max_span = None  # replicas follow their reduce-scatters
+    followed, apart = follow_scatters(led.buckets, replicas, scatter_of, merger, options)
+    merger.max_span = options.max_topo_span
+    alone = greedy_buckets(apart, merger, unbounded, small_first=False)
+    parts = (led, followed, alone)
     return Plan(
-        plan.buckets, plan.refusals, plan.operations, tuple(merger.dependencies(plan.buckets))
+        tuple(sorted((b for p in parts for b in p.buckets), key=lambda b: b.members[0].index)),
+        tuple(refusal for part in parts for refusal in part.refusals),
+        sum(part.operations for part in parts),
     )
 
 
-class HidingMerger(Merger):
-    """Merges under the constraints of the module's docstring."""
-
-    def __init__(
-        self,
-        skeleton: Skeleton,
-        contracted: AugmentedGraph[fx.Node],
-        hiding: Iterable[HidingInterval],
-    ) -> None:
-        super().__init__(contracted)
-        self._collectives = skeleton.collectives
-        self._hiding: dict[int, list[fx.Node]] = {}
-        for interval in hiding:
-            kept = [node for node in interval.nodes if self._hold(interval.collective, node)]
-            if kept:
-                self._hiding.setdefault(interval.collective.index, []).extend(kept)
-        by_group: dict[str, list[tuple[fx.Node, bool]]] = {}
-        for collective in skeleton.collectives:
-            starts = by_group.setdefault(collective.group, [])
-            starts.append((collective.start, collective.index in self._hiding))
-        self._queues = {group: StartQueue(contracted, starts) for group, starts in by_group.items()}
-
-    def _hold(self, collective: Collective, node: fx.Node) -> bool:
-        """Keeps ``node`` between start and waits; all or nothing."""
-        mark = self.contracted.checkpoint()
-        held = self.contracted.add_dependency(collective.start, node) and all(
-            self.contracted.add_dependency(node, wait) for wait in collective.waits
-        )
-        if not held:
-            self.contracted.rollback(mark)
-        return held
-
-    def needs(self, node: fx.Node, limit: int) -> Sequence[fx.Node]:
-        """None: a place in the queue, which may be left, looks like a dependency."""
-        return ()
-
-    def can_merge(self, first: Collective, other: Collective) -> bool:
-        mark = self.contracted.checkpoint()
-        undo = self._try(first, other)
-        if undo is None:
-            return False
-        self.contracted.rollback(mark)
-        undo[0].put_back(undo[1])
-        return True
-
-    def merge(self, first: Collective, other: Collective, form: MergeForm) -> bool:
-        """Whatever the form, the waits are merged too: a coalesced collective is done as a whole,
-        so its first wait waits for all of it."""
-        found = self._try(first, other)
-        if found is None:
-            return False
-        queue, taken, kept = found
-        queue.unite(kept, taken)
-        return True
-
-    def _try(self, first: Collective, other: Collective) -> tuple[StartQueue, Entry, Entry] | None:
-        """Merges in the graph at the first place that works; (queue, taken out, kept) or None."""
-        queue = self._queues[first.group]
-        early, late = queue.entry(first.start), queue.entry(other.start)
-        crossed = queue.between(early, late, MAX_JUMP)
-        if crossed is None:
-            early, late = late, early
-            crossed = queue.between(early, late, MAX_JUMP)
-        if crossed is None:
-            return None
-        places: list[tuple[Entry, Entry]] = []
-        if not any(entry.hidden for entry in crossed):
-            places.append((late, early))
-        if crossed and not early.hidden:
-            places.append((early, late))
-        for taken, kept in places:
-            if self._merge_at(queue, taken, kept, first, other):
-                return queue, taken, kept
-        if not places:
-            self.why[first.index] = self.why[other.index] = RefusalReason.HIDING
-        return None
-
-    def _merge_at(
-        self, queue: StartQueue, taken: Entry, kept: Entry, first: Collective, other: Collective
-    ) -> bool:
-        mark = self.contracted.checkpoint()
-        queue.take_out(taken)
-        merged = self.contracted.merge(first.start, other.start) and self.contracted.merge_all(
-            [*first.waits, *other.waits]
-        )
-        if not merged:
-            self.contracted.rollback(mark)
-            queue.put_back(taken)
-        return merged
-
-    def dependencies(self, buckets: Iterable[Bucket]) -> list[tuple[fx.Node, fx.Node]]:
-        """What must hold in the result: hiding compute inside of its interval, and the queues."""
-        pairs: list[tuple[fx.Node, fx.Node]] = []
-        apart = dict.fromkeys(self._hiding)
-        for bucket in buckets:
-            pairs.extend(self._interval(bucket.members, bucket.form))
-            for member in bucket.members:
-                apart.pop(member.index, None)
-        for index in apart:
-            pairs.extend(self._interval((self._collectives[index],), MergeForm.COALESCED))
-        for queue in self._queues.values():
-            pairs.extend(queue.chain())
-        return pairs
-
-    def _interval(
-        self, members: Sequence[Collective], form: MergeForm
-    ) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Starts, then all hiding compute, then the first wait, then other waits that remain."""
-        first = min(members, key=lambda member: (member.wait_position or 0, member.index))
-        for member in members:
-            for node in self._hiding.get(member.index, ()):
-                yield member.start, node
-                yield node, first.waits[0]
-        if form is MergeForm.COALESCED and any(m.index in self._hiding for m in members):
-            waits = [wait for member in members for wait in member.waits]
-            yield from ((first.waits[0], wait) for wait in waits if wait is not first.waits[0])
+def _badness(plan: Plan, surroundings: Surroundings) -> tuple[int, float, int]:
+    """Less is better: bytes over the cap, simulated ms, launches."""
+    track, limits = surroundings.track, surroundings.limits
+    schedule = plan_schedule(track, make_units(track, plan.buckets), limits)
+    over = max(schedule.peak_bytes - limits.peak_bytes, 0)
+    merged = sum(len(bucket.members) - 1 for bucket in plan.buckets)
+    return over, schedule.timeline.total_ms, -merged

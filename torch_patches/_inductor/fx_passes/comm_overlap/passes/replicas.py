@@ -69,7 +69,7 @@ def follow_scatters(
     Returns:
         The buckets and refusals; and the replicas whose reduce-scatter is in no bucket.
     """
-    before = merger.contracted.operations
+    before = merger.operations
     of_scatter: dict[int, list[Collective]] = {}
     count: dict[tuple[BucketKey | None, bool], int] = {}
     for replica in replicas:
@@ -88,7 +88,7 @@ def follow_scatters(
             lone = RefusalReason.ALONE_IN_KEY if count[key] == 1 else None
             refusals.extend(Refusal((c.start.name,), lone or why) for c, why in refused)
     apart = sorted((c for left in of_scatter.values() for c in left), key=lambda c: c.index)
-    return Plan(tuple(buckets), tuple(refusals), merger.contracted.operations - before), apart
+    return Plan(tuple(buckets), tuple(refusals), merger.operations - before), apart
 
 
 def _bucket_behind(
@@ -112,5 +112,5 @@ def _bucket_behind(
             refused.append((other, RefusalReason.DEPENDENCY))
     if len(members) == 1:
         return [], [(first, refused[0][1] if refused else RefusalReason.LEFT_OVER), *refused]
-    form = settle_form(merger.contracted, members, form, options)
+    form = settle_form(merger, members, form, options)
     return [make_bucket(members, form, leader.close_reason)], refused

@@ -3,36 +3,40 @@
 Compute keeps its order.  Along it, starts and waits are placed as a run of the graph would want
 them (the timeline's lanes tell the time):
 
-    parameter gathers     start as late as still hides them: when the compute left until their first
-                          use is no more than what their stream has to do until then, and the stream
-                          would stand idle otherwise.  Wait at first use.
-    gradient reductions   start where they can; wait once they are done, which frees their buffers,
-                          at the latest at the end.  One that another feeds starts when that is done.
-    all others            start and wait where they stand: they are on the critical path.
+    parameter gathers     start as late as still hides them with some margin: when the compute left
+                          until their first use is no more than what their stream has to do until
+                          then, and the stream would stand idle otherwise.  Wait at first use.
+    gradient reductions   start where they can; wait a while after they are done, which frees their
+                          buffers, at the latest at the end, and earlier where memory is short.  One
+                          that another feeds starts when that is done.
+    all others            start where they stand, since they are on the critical path; wait at first
+                          use.
 
-A start moves up only while memory stays under the cap at every place it moves over, at most
-``prefetch_kernels`` ahead of its use, and not over a side effect.  Linear in the graph, times the
-nodes that a gather moves over.
+A start moves up only while memory stays under the cap in every slot that it moves over, at most
+``prefetch_kernels`` ahead of its use, and not over a side effect.  Collectives of a bucket are
+placed as one (:class:`~.units.Unit`).  Linear in the graph, times the slots that a gather spans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.fx as fx
 
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import LiveBytes
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Lanes
-from torch_patches._inductor.fx_passes.comm_overlap.passes.movable import Gather, find_gathers
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Lanes, Timeline
+from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
+from torch_patches._inductor.fx_passes.comm_overlap.passes.units import Unit
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    BarrierKind,
     Collective,
-    Skeleton,
+    CollectiveKind,
+    Move,
     Traffic,
 )
+
+#: A gather is planned as if it took this many times its estimate, and a reduction is waited for
+#: this share of its time after it ended by the estimate: estimates are not exact.
+GATHER_MARGIN, REDUCTION_MARGIN = 1.5, 0.5
 
 
 @dataclass(frozen=True)
@@ -53,218 +57,329 @@ class Limits:
 
 
 @dataclass(frozen=True, eq=False)
-class Move:
-    """A node, and the place in the graph's order in front of which it now stands."""
-
-    node: fx.Node
-    place: int
-
-
-@dataclass(frozen=True, eq=False)
 class Schedule:
-    """Moves in the order in which they stand where they share a place; counted work."""
+    """Where everything goes, and what is expected of it.
+
+    Args:
+        moves: nodes that change their place.
+        timeline: the simulated run.
+        peak_bytes: most live bytes in a slot, where waits and frees are taken a slot late.
+        operations: counted work.
+    """
 
     moves: tuple[Move, ...]
+    timeline: Timeline
+    peak_bytes: int
     operations: int
 
 
-def plan_schedule(
-    order: Sequence[fx.Node],
-    skeleton: Skeleton,
-    model: RuntimeModel,
-    costs: Mapping[fx.Node, ComputeCost],
-    live: LiveBytes,
-    limits: Limits,
-) -> Schedule:
+def plan_schedule(track: Track, units: Sequence[Unit], limits: Limits) -> Schedule:
     """Places every start and wait of a graph.
 
     Args:
-        order: the graph's nodes in order.
-        costs, live: of them.
+        units: all collectives of the graph (:func:`~.units.make_units`); buckets of gathers must
+            have a place between the inputs of all and the first use of one.
     """
-    scheduler = _Scheduler(order, skeleton, model, costs, live, limits)
+    scheduler = _Scheduler(track, units, limits)
     scheduler.run()
-    return Schedule(tuple(scheduler.moves), scheduler.operations)
+    timeline = scheduler.lanes.finish([unit.launch for unit in units])
+    return Schedule(tuple(scheduler.moves), timeline, scheduler.peak, scheduler.operations)
 
 
 class _Scheduler:
     """One pass; see the module."""
 
-    def __init__(
-        self,
-        order: Sequence[fx.Node],
-        skeleton: Skeleton,
-        model: RuntimeModel,
-        costs: Mapping[fx.Node, ComputeCost],
-        live: LiveBytes,
-        limits: Limits,
-    ) -> None:
-        self.order, self.skeleton, self.model = order, skeleton, model
-        self.costs, self.live, self.limits = costs, live, limits
-        self.place = {node: place for place, node in enumerate(order)}
-        self.lanes = Lanes(model)
+    def __init__(self, track: Track, units: Sequence[Unit], limits: Limits) -> None:
+        self.track, self.limits = track, limits
+        self.lanes = Lanes(track.model)
         self.moves: list[Move] = []
         self.operations = 0
-        self.extra = [0] * len(order)  # bytes that moves add at each place
+        self.peak = 0
+        self.slot = 0  # that the pass has come to
+        self.extra = 0  # bytes of gathers that have started, in this slot
+        self.change = [0] * (track.slots + 1)  # of these, by a later slot than this one
+        self.held = 0  # payloads of reductions that are not waited for yet
         self.in_flight = 0
-        self.compute_before, self.kernels_before = self._sums()
-        gathers = find_gathers(skeleton, self.place)
-        self.gather_of = {gather.collective.index: gather for gather in gathers}
-        self.latest = self._latest_starts(gathers)
-        self.pending = gathers[::-1]
+        self.segment = 0  # side effects that were passed
+        self.unit_of = {member.index: unit for unit in units for member in unit.members}
+        gathers = sorted((u for u in units if u.gathers), key=lambda u: (u.latest, u.use, u.index))
+        self.latest = _latest_starts(track, gathers, units)
+        self.pending: dict[str, list[Unit]] = {}
+        for unit in reversed(gathers):
+            self.pending.setdefault(unit.group, []).append(unit)
         self.started: set[int] = set()
-        self.flying: list[Collective] = []
-        self.fed_by: dict[int, list[Collective]] = {}
-        for collective in skeleton.collectives:
-            if collective.feeder is not None and collective.traffic is Traffic.GRADIENT:
-                self.fed_by.setdefault(collective.feeder, []).append(collective)
+        self.used: set[int] = set()  # gathers, reductions and others that were waited for
+        self.reached: dict[int, int] = {}  # unit -> members whose starts were passed
+        self.flying: list[Unit] = []
+        self.feeders = {unit.index: self._feeders(unit) for unit in units}
+        self.fed: dict[int, list[Unit]] = {}
+        for unit in units:
+            for feeder in self.feeders[unit.index]:
+                self.fed.setdefault(feeder, []).append(unit)
+        self.late_waits: dict[int, list[Collective]] = {}  # place -> others waited for there
 
-    def _sums(self) -> tuple[list[float], list[int]]:
-        """Compute ms, and kernels, in front of each place."""
-        compute, kernels = [0.0], [0]
-        for node in self.order:
-            cost = self.costs.get(node)
-            compute.append(compute[-1] + (cost.ms if cost else 0.0))
-            kernels.append(kernels[-1] + (cost.launches if cost else 0))
-        return compute, kernels
+    def _feeders(self, unit: Unit) -> set[int]:
+        """Units of reductions whose results this one reduces further."""
+        if unit.members[0].traffic is not Traffic.GRADIENT:
+            return set()
+        feeders = (self.unit_of.get(m.feeder) for m in unit.members if m.feeder is not None)
+        return {f.index for f in feeders if f is not None and self._is_reduction(f)}
 
-    def _latest_starts(self, gathers: Sequence[Gather]) -> dict[int, float]:
-        """Compute ms at which each gather must start to be in time for its use and for the next
-        gather of its stream; reductions that become ready in between take their time on it too."""
-        arrivals: dict[str, list[tuple[float, float]]] = {}
-        for c in self.skeleton.collectives:
-            if c.traffic is Traffic.GRADIENT:
-                ready = self.compute_before[self.place[c.start]]
-                arrivals.setdefault(c.group, []).append((ready, self.model.collective_ms(c)))
-        latest: dict[int, float] = {}
-        next_start: dict[str, float] = {}
-        for gather in reversed(gathers):
-            collective = gather.collective
-            later = next_start.get(collective.group, float("inf"))
-            start = min(self.compute_before[gather.use], later)
-            start -= self.model.collective_ms(collective)
-            waiting = arrivals.get(collective.group, [])
-            while waiting and waiting[-1][0] >= start:
-                ready, ms = waiting.pop()
-                start -= ms if ready < later else 0.0
-            latest[collective.index] = next_start[collective.group] = start
-        return latest
+    def _is_reduction(self, unit: Unit) -> bool:
+        return unit.index in self.track.reductions
 
     def run(self) -> None:
-        starts = {c.start: c for c in self.skeleton.collectives}
-        waits = {wait: c for c in self.skeleton.collectives for wait in c.waits}
-        moved = {node for gather in self.pending for node in gather.preparation}
-        fences = {b.node for b in self.skeleton.barriers if b.kind is BarrierKind.EFFECT}
-        for place, node in enumerate(self.order):
-            if node in fences or node.op == "output":
+        track = self.track
+        starts = {c.start: c for c in track.skeleton.collectives}
+        waits = {wait: c for c in track.skeleton.collectives for wait in c.waits}
+        prepared = {n for gather in track.gathers.values() for n in gather.preparation}
+        for place, node in enumerate(track.order):
+            self._advance(track.slot[place])
+            for collective in self.late_waits.pop(place, ()):
+                self._wait_late(place, collective)
+            if node in track.fences or node.op == "output":
+                self._start_all(place)
                 self._collect_all(place)
-            elif node in waits:
-                self._reach_wait(place, waits[node])
+                self.segment += 1
             elif node in starts:
-                self._reach_start(starts[node])
-            elif node in self.costs and node not in moved:
-                if self.costs[node].launches:
-                    self._collect_done(place)
-                    self._start_due(place, self.costs[node].ms)
-                self.lanes.compute(node, self.costs[node])
+                self._reach_start(place, starts[node])
+            elif node in waits:
+                self._reach_wait(place, node, waits[node])
+            elif node in track.costs and node not in prepared:
+                cost = track.costs[node]
+                if cost.launches:
+                    self._enter_slot(place, cost.ms)
+                self.lanes.compute(node, cost)
+
+    def _advance(self, slot: int) -> None:
+        while self.slot < slot:
+            self.slot += 1
+            self.extra += self.change[self.slot]
+
+    def _enter_slot(self, place: int, upcoming_ms: float) -> None:
+        self._collect_done(place)
+        self._start_due(place, upcoming_ms)
+        self._note_peak()
+
+    def _note_peak(self, more: int = 0) -> None:
+        live = self.track.fixed_bytes[self.slot] + self.extra + self.held + more
+        self.peak = max(self.peak, live)
 
     # -- gathers -----------------------------------------------------------------------------------
 
     def _start_due(self, place: int, upcoming_ms: float) -> None:
-        """Starts the gathers whose time has come, in order of use."""
-        while self.pending and self._is_due(self.pending[-1], place, upcoming_ms):
-            self._start_gather(self.pending.pop(), place)
+        """Starts the gathers whose time has come, in order of use within each group."""
+        for pending in self.pending.values():
+            while pending and self._is_due(pending[-1], place, upcoming_ms):
+                self._start_gather(pending.pop(), place)
 
-    def _is_due(self, gather: Gather, place: int, upcoming_ms: float) -> bool:
+    def _start_all(self, place: int) -> None:
+        """Those that must not move behind ``place``, a side effect."""
+        for pending in self.pending.values():
+            while pending and pending[-1].latest <= place:
+                self._start_gather(pending.pop(), place)
+
+    def _is_due(self, unit: Unit, place: int, upcoming_ms: float) -> bool:
         self.operations += 1
-        if place < gather.earliest:
+        track = self.track
+        if place < unit.earliest or place > unit.latest:
             return False
         bound = self.limits.prefetch_kernels
-        ahead = self.kernels_before[gather.use] - self.kernels_before[place]
-        if bound is not None and ahead > bound:
+        if bound is not None and track.slot[unit.use] - track.slot[place] > bound:
             return False
-        now = max(self.lanes.compute_free, self.lanes.host)
-        free = self.lanes.group_free.get(gather.collective.group, 0.0)
-        backlog = max(free - now, 0.0)
-        due_ms = self.compute_before[place] + upcoming_ms + backlog
-        due = due_ms >= self.latest[gather.collective.index] and backlog <= upcoming_ms
-        return due and self._fits(gather, place)
+        backlog = self.lanes.group_free.get(unit.group, 0.0) - self.lanes.now
+        if backlog > upcoming_ms:
+            return False  # it would begin no earlier than if it were issued behind the kernel
+        due = track.compute_before[place] + upcoming_ms >= self.latest[unit.index]
+        return due and self._fits(unit, place)
 
-    def _fits(self, gather: Gather, place: int) -> bool:
-        """Under the caps at every place that the start moves over."""
-        size = gather.collective.size_bytes
+    def _fits(self, unit: Unit, place: int) -> bool:
+        """Under the caps in every slot that the start moves over."""
         bound = self.limits.in_flight_bytes
-        if bound is not None and self.in_flight + size > bound:
+        if bound is not None and self.in_flight + unit.size_bytes > bound:
             return False
-        limit = self.limits.peak_bytes - size
-        over = range(place, max(gather.start, place))
-        self.operations += len(over)
-        return all(self.live.at_node[p] + self.extra[p] <= limit for p in over)
+        flight = sum(gather.flight_bytes for gather in unit.gathers)
+        limit = self.limits.peak_bytes - flight
+        last = self.track.slot[unit.use]
+        self.operations += last - self.slot + 1
+        if self.slot < last:
+            live = self.track.fixed_bytes[self.slot] + self.extra + self.held
+            if live > limit:
+                return False
+        return self._is_room(self.slot + 1, last, limit)
 
-    def _start_gather(self, gather: Gather, place: int) -> None:
-        size = gather.collective.size_bytes
-        for over in range(place, gather.start):
-            self.extra[over] += size
-        for over in range(gather.start, place):
-            self.extra[over] -= size
-        self.in_flight += size
-        for node in gather.preparation:
-            if node in self.costs:
-                self.lanes.compute(node, self.costs[node])
-        self.lanes.start(gather.collective)
-        self.started.add(gather.collective.index)
-        self.moves.extend(Move(n, place) for n in (*gather.preparation, gather.collective.start))
+    def _is_room(self, first: int, behind: int, limit: int) -> bool:
+        """Whether later slots have no more than ``limit`` bytes, gathers that have started
+        included."""
+        extra = self.extra + sum(self.change[self.slot + 1 : first])
+        for slot in range(first, behind):
+            extra += self.change[slot]
+            if self.track.peak_bytes[slot] + extra > limit:
+                return False
+        return True
+
+    def _start_gather(self, unit: Unit, place: int) -> None:
+        use = self.track.slot[unit.use]
+        for gather in unit.gathers:
+            for node in gather.preparation:
+                # What does no work may serve others too: it only moves up.
+                idle = node in self.track.skeleton.idle
+                where = min(place, self.track.place[node]) if idle else place
+                self.moves.append(Move(node, where))
+                if node in self.track.costs:
+                    self.lanes.compute(node, self.track.costs[node])
+            own = self.track.slot[gather.use]
+            # A bucket's members are there from its start on, copied out of it from its wait on.
+            self._occupy(self.slot, own if unit.copy_in is None else use, gather.flight_bytes)
+            if unit.copy_in is not None:
+                self._occupy(use, own, gather.collective.size_bytes)
+        self.moves.extend(Move(gather.collective.start, place) for gather in unit.gathers)
+        self._launch(unit)
+
+    def _occupy(self, first: int, behind: int, size: int) -> None:
+        """Bytes in the slots from this one, or a later one, on."""
+        if first >= behind:
+            return
+        if first == self.slot:
+            self.extra += size
+        else:
+            self.change[first] += size
+        self.change[behind] -= size
+
+    def _use_gather(self, place: int, node: fx.Node, unit: Unit) -> None:
+        pending = self.pending[unit.group]
+        while unit.index not in self.started:
+            self._start_gather(pending.pop(), place)
+        if unit.index in self.used:
+            return
+        self.used.add(unit.index)
+        self.in_flight -= unit.size_bytes
+        self.lanes.wait(unit.launch, unit.waits)
+        if unit.copy_out is not None:
+            self._note_peak(unit.size_bytes)
+            self.lanes.compute(node, unit.copy_out)
 
     # -- places of the input -------------------------------------------------------------------------
 
-    def _reach_wait(self, place: int, collective: Collective) -> None:
-        gather = self.gather_of.get(collective.index)
-        if gather is None:
-            if collective.traffic is not Traffic.GRADIENT:
-                self.lanes.wait(collective)
-            return  # reductions are collected when they are done
-        while collective.index not in self.started:
-            self._start_gather(self.pending.pop(), place)
-        if place == gather.use:
-            self.in_flight -= collective.size_bytes
-        self.lanes.wait(collective)
+    def _launch(self, unit: Unit) -> None:
+        if unit.copy_in is not None:
+            self.lanes.compute(unit.members[0].start, unit.copy_in)
+        self.lanes.start(unit.launch)
+        self.started.add(unit.index)
+        self.in_flight += unit.size_bytes
 
-    def _reach_start(self, collective: Collective) -> None:
-        if collective.index in self.gather_of or collective.index in self.started:
+    def _reach_start(self, place: int, collective: Collective) -> None:
+        unit = self.unit_of[collective.index]
+        if unit.gathers:
             return
-        if any(collective in self.fed_by.get(c.index, ()) for c in self.flying):
-            return  # starts once what feeds it is done
-        self._start_here(collective)
+        self.reached[unit.index] = self.reached.get(unit.index, 0) + 1
+        if self._is_reduction(unit):
+            live = self.track.start_bytes[collective.index] + self.held
+            self.peak = max(self.peak, live + self.extra)
+            self.held += collective.size_bytes
+        self._launch_if_ready(place, unit)
 
-    def _start_here(self, collective: Collective) -> None:
-        self.lanes.start(collective)
-        self.started.add(collective.index)
-        if collective.traffic is Traffic.GRADIENT and collective.waits:
-            self.flying.append(collective)
-            self.in_flight += collective.size_bytes
+    def _launch_if_ready(self, place: int, unit: Unit) -> None:
+        reached = self.reached.get(unit.index, 0) == len(unit.members)
+        if not reached or self.feeders[unit.index] or unit.index in self.started:
+            return
+        if place != self.track.place[unit.members[0].start]:
+            self.moves.extend(Move(member.start, place) for member in unit.members)
+        reduction = self._is_reduction(unit)
+        # Payloads and a bucket, or the copy that an all-reduce sends, live side by side.
+        doubled = unit.members[0].kind is CollectiveKind.ALL_REDUCE and len(unit.members) > 1
+        if doubled or unit.copy_in is not None:
+            self._note_peak(unit.size_bytes)
+        self._launch(unit)
+        if reduction:
+            self.flying.append(unit)
+        elif len(unit.members) == 1:
+            self._plan_late_wait(unit.members[0])
+
+    def _plan_late_wait(self, collective: Collective) -> None:
+        """A wait of another collective goes to its first use, if its payload may live so long."""
+        track = self.track
+        use = track.uses.get(collective.index)
+        if use is None:
+            return
+        size = collective.size_bytes
+        last = max(track.place[wait] for wait in collective.waits)
+        over = range(track.slot[last] + 1, track.slot[use] + 1)
+        self.operations += len(over)
+        limit = self.limits.peak_bytes - size - self.held
+        if over and self._is_room(over.start, over.stop, limit):
+            self._occupy(over.start, over.stop, size)
+            self.late_waits.setdefault(use, []).append(collective)
+            self.used.add(collective.index)
+
+    def _wait_late(self, place: int, collective: Collective) -> None:
+        self.in_flight -= collective.size_bytes
+        for wait in collective.waits:
+            self.moves.append(Move(wait, place))
+            self.lanes.wait(self.unit_of[collective.index].launch)
+
+    def _reach_wait(self, place: int, node: fx.Node, collective: Collective) -> None:
+        unit = self.unit_of[collective.index]
+        if unit.gathers:
+            self._use_gather(place, node, unit)
+        elif not self._is_reduction(unit) and unit.index not in self.used:
+            self.in_flight -= 0 if unit.index in self.used else unit.size_bytes
+            self.lanes.wait(unit.launch)
 
     # -- reductions ----------------------------------------------------------------------------------
 
     def _collect_done(self, place: int) -> None:
-        """Waits for reductions that have ended, oldest first."""
-        now = max(self.lanes.compute_free, self.lanes.host)
+        """Waits for reductions that ended a while ago; for the oldest where memory is short."""
         bound = self.limits.in_flight_bytes
-        while self.flying:
+        free = self.limits.peak_bytes - self.track.fixed_bytes[self.slot] - self.extra
+        now = self.lanes.now
+        for unit in self._collectable():
             crowded = bound is not None and self.in_flight > bound
-            if self.lanes.end_of(self.flying[0]) > now and not crowded:
-                return
-            self._collect(self.flying.pop(0), place)
+            ended = self.lanes.end_of(unit.launch) + REDUCTION_MARGIN * unit.launch.ms
+            if ended <= now or crowded or self.held > free:
+                self._collect(unit, place)
+
+    def _collectable(self) -> list[Unit]:
+        """Those that were waited for between the same side effects in the input."""
+        return [u for u in self.flying if u.members[0].wait_segment == self.segment]
 
     def _collect_all(self, place: int) -> None:
-        while self.flying:
-            self._collect(self.flying.pop(0), place)
+        while units := self._collectable():
+            self._collect(units[0], place)
 
-    def _collect(self, collective: Collective, place: int) -> None:
-        self.in_flight -= collective.size_bytes
-        for wait in collective.waits:
-            self.lanes.wait(collective)
-            self.moves.append(Move(wait, place))
-        for fed in self.fed_by.get(collective.index, ()):
-            if fed.index not in self.started:
-                self.moves.append(Move(fed.start, place))
-                self._start_here(fed)
+    def _collect(self, unit: Unit, place: int) -> None:
+        self.flying.remove(unit)
+        self.in_flight -= unit.size_bytes
+        self.held -= unit.size_bytes
+        self.lanes.wait(unit.launch, unit.waits)
+        self.moves.extend(Move(wait, place) for member in unit.members for wait in member.waits)
+        if unit.copy_out is not None:
+            self.lanes.compute(unit.members[0].waits[0], unit.copy_out)
+        for fed in self.fed.get(unit.index, ()):
+            self.feeders[fed.index].discard(unit.index)
+            self._launch_if_ready(place, fed)
+
+
+def _latest_starts(
+    track: Track, gathers: Sequence[Unit], units: Sequence[Unit]
+) -> dict[int, float]:
+    """Compute ms at which each gather must start to be in time for its use and for the next gather
+    of its stream; reductions that become ready in between take their time on it too."""
+    arrivals: dict[str, list[tuple[float, float]]] = {}
+    for unit in units:
+        if unit.index in track.reductions:
+            ready = track.compute_before[max(track.place[m.start] for m in unit.members)]
+            arrivals.setdefault(unit.group, []).append((ready, unit.launch.ms))
+    for waiting in arrivals.values():
+        waiting.sort()
+    latest: dict[int, float] = {}
+    next_start: dict[str, float] = {}
+    for unit in reversed(gathers):
+        later = next_start.get(unit.group, float("inf"))
+        start = min(track.compute_before[unit.use], later) - GATHER_MARGIN * unit.launch.ms
+        waiting = arrivals.get(unit.group, [])
+        while waiting and waiting[-1][0] >= start:
+            ready, ms = waiting.pop()
+            start -= ms if ready < later else 0.0
+        latest[unit.index] = next_start[unit.group] = start
+    return latest

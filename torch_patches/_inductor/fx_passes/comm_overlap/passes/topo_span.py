@@ -119,7 +119,7 @@ def greedy_buckets(
     for candidate in candidates:
         if candidate.key is not None:
             by_key.setdefault((candidate.key, candidate.backward), []).append(candidate)
-    before = merger.contracted.operations
+    before = merger.operations
     buckets: list[Bucket] = []
     reasons = list(refusals)
     for (key, _), members in by_key.items():
@@ -131,7 +131,7 @@ def greedy_buckets(
         buckets.extend(run.buckets)
         reasons.extend(run.refusals)
     buckets.sort(key=lambda b: b.members[0].index)
-    return Plan(tuple(buckets), tuple(reasons), merger.contracted.operations - before)
+    return Plan(tuple(buckets), tuple(reasons), merger.operations - before)
 
 
 def cap_bytes(cap: BucketCap, bucket_index: int, key: BucketKey, largest_bytes: int) -> int:
@@ -267,7 +267,7 @@ class _KeyRun:
                 why = RefusalReason.BARRIER
             self.refusals.append(Refusal((members[0].start.name,), why))
             return
-        form = settle_form(self.merger.contracted, members, self.form, self.options)
+        form = settle_form(self.merger, members, self.form, self.options)
         self.buckets.append(make_bucket(members, form, reason))
 
     def _is_fenced_off(self, single: Collective) -> bool:

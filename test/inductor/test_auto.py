@@ -1,0 +1,308 @@
+"""Mode "auto" and scheduling on whole graphs: what is tried, what is kept, what is told.
+
+Costs of the small graphs are given: a matrix product takes 10 ms, a collective 4 ms and 0.5 ms a KiB.
+"""
+
+import copy
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.fx as fx
+
+import torch_patches
+from torch_patches._inductor.fx_passes.comm_overlap import overlap, pipeline
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.custom import EstimationError
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import (
+    GIB,
+    memory_limits,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, RefusalReason
+from torch_patches._inductor.fx_passes.comm_overlap.report import Report
+from torch_patches.testing.effect_ops import barrier
+from torch_patches.testing.estimations import ESTIMATIONS
+from torch_patches.testing.graph_builder import GraphBuilder
+from torch_patches.testing.spmd_interpreter import random_inputs, run_spmd
+
+pytestmark = pytest.mark.usefixtures("as_on_gpu")
+aten = torch.ops.aten
+COMPUTE_BOUND, LATENCY_BOUND, BANDWIDTH_BOUND = ESTIMATIONS
+GROUPS = {"g": [[0, 1]], "h": [[0, 1]]}
+AUTO = Options("auto")
+
+
+def layers(count: int, width: int = 16) -> GraphBuilder:
+    """``count`` products, each with a weight gathered for it; the last product is ``b.last``."""
+    b = GraphBuilder()
+    h = b.placeholder(width, width)
+    for _ in range(count):
+        h = b.call(aten.mm, h, b.gather_and_wait(b.placeholder(width // 2, width), 2, "g"))
+    b.last = h  # type: ignore[attr-defined]
+    return b
+
+
+def model(count: int) -> fx.GraphModule:
+    b = layers(count)
+    return b.output(b.last)  # type: ignore[attr-defined]
+
+
+def optimize(gm: fx.GraphModule, **options: object) -> Report:
+    options = {"custom_runtime_estimation": COMPUTE_BOUND, "max_memory_increase_gb": 1.0, **options}
+    return torch_patches.optimize_graph(gm, **options)  # type: ignore[arg-type]
+
+
+# -- what is chosen -------------------------------------------------------------------------------
+
+
+def test_bandwidth_bound_graph_keeps_gathers_apart_and_hides_them() -> None:
+    """Gathers of 6.35 ms under products of 5, slowed to 6: of all but the first 0.35 stick out."""
+    report = optimize(model(6), custom_runtime_estimation=BANDWIDTH_BOUND)
+    assert report.exposed_ms_before == pytest.approx(6 * 6.35, rel=0.01)
+    assert report.collectives_after == {"all_gather": 6}
+    assert report.exposed_ms_after == pytest.approx(6.35 + 5 * 0.35, rel=0.02)
+
+
+def test_latency_bound_graph_is_merged() -> None:
+    """20 ms a launch and 1 ms a product: one launch of all is best."""
+    report = optimize(model(6), custom_runtime_estimation=LATENCY_BOUND)
+    assert report.collectives_after == {"all_gather": 1}
+    assert report.exposed_ms_after < report.exposed_ms_before / 4
+
+
+def test_asked_for_caps_are_kept() -> None:
+    """Members of 1 KiB each: caps of two of them."""
+    report = optimize(
+        model(6), custom_runtime_estimation=LATENCY_BOUND, bucket_cap_mb=2.1 * 1024 / 2**20
+    )
+    assert [len(bucket.members) for bucket in report.buckets] == [2, 2, 2]
+    assert report.way == "as asked"
+
+
+def test_topo_span_schedules_where_it_is_asked_to() -> None:
+    plain = optimize(model(6), bucketing_mode="topo_span", bucket_cap_mb=1e-3)
+    assert plain.moved == 0 and plain.exposed_ms_after == pytest.approx(plain.exposed_ms_before)
+    scheduled = optimize(model(6), bucketing_mode="topo_span", bucket_cap_mb=1e-3, overlap=True)
+    assert scheduled.moved > 0 and scheduled.exposed_ms_after < plain.exposed_ms_after / 4
+
+
+def test_graph_without_anything_to_gain_is_left_alone() -> None:
+    """One gather, used at once."""
+    gm = model(1)
+    before = gm.code
+    report = optimize(gm)
+    assert gm.code == before
+    assert report.total_ms_after == report.total_ms_before
+
+
+def test_way_that_breaks_its_promise_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way is said to exceed the memory: three are applied, then the graph is as it was."""
+    tried: list[str] = []
+
+    def refuse(*args: object) -> str:
+        tried.append("way")
+        return "it is too large"
+
+    monkeypatch.setattr(overlap, "_problem", refuse)
+    gm = model(6)
+    before = gm.code
+    report = optimize(gm, custom_runtime_estimation=LATENCY_BOUND)
+    assert len(tried) == overlap.MAX_APPLIED
+    assert gm.code == before
+    assert report.way == "input" and not report.buckets
+    assert {refusal.reason for refusal in report.refusals} == {RefusalReason.NOT_BETTER}
+
+
+def test_ddp_backward_is_bucketed_and_hidden() -> None:
+    """torch 2.13's scheduler raises "cyclic extra dep(s)" on such graphs (PITFALLS 26)."""
+    b = GraphBuilder()
+    h = b.placeholder(16, 16)
+    reduced = []
+    for _ in range(8):
+        h = b.call(aten.mm, h, h)
+        reduced.append(
+            b.call(aten.div.Tensor, b.reduce_and_wait(b.call(aten.mm, h, h), "sum", "g"), 2)
+        )
+    report = optimize(b.output(*reduced), custom_runtime_estimation=LATENCY_BOUND)
+    assert report.failure is None
+    assert report.collectives_after["all_reduce"] < 8
+    assert report.total_ms_after < report.total_ms_before
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gb", "ratio", "allowed"),
+    [
+        (None, None, GIB // 50),  # 2% of 1 GiB is less than 32 MiB
+        (1.0, None, GIB),
+        (None, 0.5, GIB // 2),
+        (1.0, 0.5, GIB // 2),
+        (0.25, 0.5, GIB // 4),
+        (0.0, None, 0),
+        (None, 0.0, 0),
+    ],
+)
+def test_caps_are_combined_by_minimum(gb: float | None, ratio: float | None, allowed: int) -> None:
+    options = replace(AUTO, max_memory_increase_gb=gb, max_memory_increase_ratio=ratio)
+    expected = max(allowed, 32 << 20) if gb is None and ratio is None else allowed
+    assert memory_limits(options, GIB).peak_bytes == GIB + expected
+
+
+def test_default_cap_of_a_large_graph_is_its_share() -> None:
+    assert memory_limits(AUTO, 100 * GIB).peak_bytes == 102 * GIB
+
+
+def test_cap_of_nothing_is_kept() -> None:
+    for estimation in ESTIMATIONS:
+        report = optimize(
+            model(8), custom_runtime_estimation=estimation, max_memory_increase_gb=0.0
+        )
+        assert report.peak_bytes_after <= report.peak_bytes_before
+
+
+def test_more_memory_is_never_slower() -> None:
+    times = [
+        optimize(
+            model(8), custom_runtime_estimation=LATENCY_BOUND, max_memory_increase_gb=kib / 2**20
+        ).total_ms_after
+        for kib in (0, 2, 4, 8, 16)
+    ]
+    assert times == sorted(times, reverse=True) and times[-1] < times[0]
+
+
+def test_bytes_in_flight_bound_merging_as_well_as_prefetch() -> None:
+    report = optimize(model(8), custom_runtime_estimation=LATENCY_BOUND, max_in_flight_gb=0.0)
+    assert not report.buckets
+    assert report.exposed_ms_after == pytest.approx(report.exposed_ms_before)  # nor prefetched
+    assert RefusalReason.MEMORY in {r.reason for r in report.refusals} | {RefusalReason.MEMORY}
+
+
+# -- order ----------------------------------------------------------------------------------------
+
+
+def test_nothing_crosses_a_side_effect() -> None:
+    """A gather in front of one that is used behind it, and one that stands behind it."""
+    b = GraphBuilder()
+    x = b.placeholder(16, 16)
+    early = b.all_gather(b.placeholder(8, 16), 2, "g")
+    h = b.call(aten.mm, x, x)
+    fence = b.call(barrier, x)
+    late = b.all_gather(b.placeholder(8, 16), 2, "g")
+    h = b.call(aten.mm, h, x)
+    for start in (early, late):
+        h = b.call(aten.mm, h, b.wait(start))
+    gm = b.output(h)
+    optimize(gm)
+    order = list(gm.graph.nodes)
+    assert order.index(early) < order.index(fence) < order.index(late)
+
+
+def test_order_of_starts_is_the_same_for_other_names_and_hints() -> None:
+    """What a plan reads is shared by all ranks: no names, no views that only some ranks have."""
+    one, two = model(8), model(8)
+    for number, node in enumerate(reversed(two.graph.nodes)):
+        node.name = f"n{number}"
+    for node in two.graph.find_nodes(op="placeholder")[2:5]:
+        with two.graph.inserting_before(next(iter(node.users))):
+            view = two.graph.call_function(aten.alias.default, (node,))
+        view.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(view, delete_user_cb=lambda user, v=view: user is not v)
+    for estimation in ESTIMATIONS:
+        reports = [
+            optimize(copy.deepcopy(gm), custom_runtime_estimation=estimation) for gm in (one, two)
+        ]
+        assert reports[0].schedule_hash == reports[1].schedule_hash
+        assert reports[0].total_ms_after == reports[1].total_ms_after
+
+
+def test_second_run_changes_nothing() -> None:
+    gm = model(6)
+    options = replace(
+        AUTO, custom_runtime_estimation=COMPUTE_BOUND, estimation_digest=COMPUTE_BOUND.uuid()
+    )
+    assert pipeline.run_post_grad(gm.graph, options) is not None
+    order = [node.name for node in gm.graph.nodes]
+    assert pipeline.run_post_grad(gm.graph, options) is None
+    assert [node.name for node in gm.graph.nodes] == order
+
+
+def test_values_stay() -> None:
+    for estimation, form in itertools.product(ESTIMATIONS, ("default", "coalesced")):
+        b = layers(5)
+        h = b.last  # type: ignore[attr-defined]
+        grads = [b.scatter_and_wait(b.call(aten.mm, h, h), "sum", 2, g) for g in ("g", "h", "g")]
+        gm = b.output(h, *grads)
+        after = copy.deepcopy(gm)
+        optimize(after, custom_runtime_estimation=estimation, bucket_mode=form)
+        inputs = random_inputs(gm, 2, seed=0)
+        for expected, found in zip(
+            run_spmd(gm, inputs, GROUPS, 2), run_spmd(after, inputs, GROUPS, 2), strict=True
+        ):
+            assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+
+
+def test_control_dependencies_hold_what_hides() -> None:
+    gm = model(6)
+    bound = {"custom_runtime_estimation": BANDWIDTH_BOUND}
+    assert optimize(copy.deepcopy(gm), **bound).control_dependencies == 0
+    report = optimize(gm, insert_overlap_deps=True, **bound)
+    assert report.control_dependencies > 0
+    assert "control_deps" in gm.code
+    assert len(collect(gm.graph).collectives) == sum(report.collectives_after.values())
+
+
+# -- what is told ---------------------------------------------------------------------------------
+
+
+def test_report_has_times_memory_and_what_hides_what() -> None:
+    gm = model(6)
+    report = optimize(gm, custom_runtime_estimation=BANDWIDTH_BOUND)
+    assert report.estimates == "H100 constants, 8 GPUs a node, after the custom estimation"
+    assert list(report.exposed_by_group_before) == list(report.exposed_by_group_after) == ["g"]
+    assert sum(report.exposed_by_group_after.values()) == pytest.approx(report.exposed_ms_after)
+    assert report.peak_bytes_before > 0 and report.operations > 0
+    names = {node.name for node in gm.graph.nodes}
+    assert all(span.start in names and names.issuperset(span.hidden_by) for span in report.spans)
+    assert sum(bool(span.hidden_by) for span in report.spans) == len(report.spans) - 1
+    told = json.loads(report.to_json())
+    assert told["total_ms_after"] == report.total_ms_after
+    assert f"way: {report.way}" in report.summary() and "exposed" in report.summary()
+
+
+def test_times_are_reported_where_nothing_is_scheduled() -> None:
+    report = optimize(model(4), bucketing_mode="topo_span")
+    assert report.total_ms_before > 0 and report.way == "as asked"
+
+
+def test_every_collective_left_alone_has_a_reason() -> None:
+    gm = model(6)
+    report = optimize(gm)
+    told = {name for bucket in report.buckets for name in bucket.members}
+    told |= {name for refusal in report.refusals for name in refusal.members}
+    assert told == {c.start.name for c in collect(model(6).graph).collectives}
+
+
+def test_bad_estimation_raises() -> None:
+    """It is the user's mistake, as a bad flag is."""
+    with pytest.raises(EstimationError, match="-1"):
+        optimize(model(2), custom_runtime_estimation=lambda node, size_bytes: -1.0)
+
+
+def test_custom_estimation_is_asked_for_buckets() -> None:
+    asked: set[int | None] = set()
+
+    def estimation(node: fx.Node, size_bytes: int | None) -> float | None:
+        asked.add(size_bytes)
+        return LATENCY_BOUND(node, size_bytes)
+
+    optimize(model(4), custom_runtime_estimation=estimation)
+    assert None in asked and 4 * 1024 in asked  # four gathers of 1 KiB each
+
+
+def test_work_grows_linearly() -> None:
+    short, long = optimize(model(320)).operations, optimize(model(640)).operations
+    assert 0 < long <= 2.2 * short

@@ -1,0 +1,84 @@
+"""What the estimates expect of a graph: ``forecast(graph, options) -> Forecast``.
+
+Sizes and costs are those that all ranks share, so that what is decided by a forecast is the same on
+all of them.  Memory is estimated twice: inputs that are no parameters may die after their last use,
+as the saved activations of a compiled backward do, or be held by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import (
+    LiveBytes,
+    live_bytes_each,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.shards import (
+    shared_shard_bytes,
+    with_shared_costs,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Timeline, simulate
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Skeleton
+
+
+@dataclass(frozen=True, eq=False)
+class Forecast:
+    """One order of one graph, estimated.
+
+    Args:
+        order: the graph's nodes.
+        skeleton, model, costs, live: what it was made from; inputs die in ``live``.
+        held: live bytes with all inputs held by the caller.
+        timeline: the simulated run.
+    """
+
+    order: tuple[fx.Node, ...]
+    skeleton: Skeleton
+    model: RuntimeModel
+    costs: Mapping[fx.Node, ComputeCost]
+    live: LiveBytes
+    held: LiveBytes
+    timeline: Timeline
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most live bytes at a node, where inputs die."""
+        return max(self.live.inputs, *self.live.at_node)
+
+    @property
+    def held_peak_bytes(self) -> int:
+        """The same where the caller holds them."""
+        return max(self.held.inputs, *self.held.at_node)
+
+
+def forecast(graph: fx.Graph, skeleton: Skeleton, model: RuntimeModel) -> Forecast:
+    """Estimates the graph as it stands; near-linear."""
+    shards = shared_shard_bytes(skeleton)
+    costs = with_shared_costs(model.node_costs(graph, skeleton), shards, skeleton, model)
+    parameters = frozenset(node for node in shards if node.op == "placeholder")
+    # Pads and cuts of shards, which ranks with a short shard have and others have not.
+    passed_on = skeleton.idle & shards.keys()
+    held, live = live_bytes_each(graph, parameters, sizes=shards, idle=passed_on)
+    order = tuple(graph.nodes)
+    timeline = simulate(order, skeleton, model, costs)
+    return Forecast(order, skeleton, model, costs, live, held, timeline)
+
+
+def combined_live(forecast: Forecast, limit_bytes: int, held_limit_bytes: int) -> LiveBytes:
+    """Live bytes to be kept under ``limit_bytes``, whatever becomes of the inputs.
+
+    Args:
+        held_limit_bytes: limit where the caller holds the inputs.
+    """
+    shift = limit_bytes - held_limit_bytes
+    live, held = forecast.live, forecast.held
+    return LiveBytes(
+        max(live.inputs, held.inputs + shift),
+        tuple(max(a, b + shift) for a, b in zip(live.at_node, held.at_node, strict=True)),
+        tuple(max(a, b + shift) for a, b in zip(live.after, held.after, strict=True)),
+    )

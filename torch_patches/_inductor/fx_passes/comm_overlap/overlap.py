@@ -1,0 +1,134 @@
+"""Buckets and schedules a graph: tries ways, applies the best one that holds what it promised.
+
+    forecast -> ways, the best first -> check -> apply -> forecast again -> keep, or undo and take
+                                                                            the next one
+
+A way is kept if the graph that it really makes is legal, no slower than the input by the estimates,
+within the memory cap, and has every overlap that was planned.  Else less is done, down to nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch.fx as fx
+
+from torch_patches._inductor.fx_passes.comm_overlap.check import check_plan
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Timeline
+from torch_patches._inductor.fx_passes.comm_overlap.forecast import (
+    Forecast,
+    combined_live,
+    forecast,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
+from torch_patches._inductor.fx_passes.comm_overlap.graph.control import Overlap
+from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
+from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
+from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import (
+    Way,
+    memory_limits,
+    merge_nothing,
+    reschedule,
+    try_ways,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
+from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track, read_track
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, Plan, Skeleton
+
+log = logging.getLogger(__name__)
+
+#: Ways that are applied before the graph is left as it was; bounds the work.
+MAX_APPLIED = 3
+#: Times are sums of floats in another order: what is not slower than this is equal.
+_ROUNDING_MS = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class Overlapped:
+    """What was decided for a graph.
+
+    Args:
+        plan: applied; empty where nothing was better than the input.
+        way: name of the way that was taken.
+        before, after: forecasts.
+    """
+
+    plan: Plan
+    way: str
+    before: Forecast
+    after: Forecast
+
+    def hidings(self) -> list[Overlap]:
+        """Which compute of the result hides which collective, as the forecast has it."""
+        return [
+            Overlap(
+                span.collective.start,
+                tuple(hiding.node for hiding in span.hidden_by),
+                span.collective.waits,
+            )
+            for span in self.after.timeline.spans
+            if span.hidden_by and span.collective.waits
+        ]
+
+
+def overlap(
+    graph: fx.Graph, skeleton: Skeleton, options: Options, model: RuntimeModel
+) -> Overlapped:
+    """Changes ``graph`` in place; the caller restores it if this raises."""
+    before = forecast(graph, skeleton, model)
+    limits = memory_limits(options, before.peak_bytes)
+    held_limit = memory_limits(options, before.held_peak_bytes).peak_bytes
+    given_up: set[str] = set()
+    operations = 0
+    while True:
+        live = combined_live(before, limits.peak_bytes, held_limit)
+        track = read_track(before.order, before.skeleton, model, before.costs, live)
+        ways = [way for way in try_ways(track, options, limits) if way.name not in given_up]
+        operations += sum(way.schedule.operations + way.plan.operations for way in ways)
+        ways = [way for way in ways if not _is_slower(way.schedule.timeline, before.timeline)]
+        if not ways or len(given_up) == MAX_APPLIED:
+            return _nothing(before, options, operations)
+        way = _legal(graph, track, ways[0], limits)
+        snapshot = Snapshot(graph)
+        apply_plan(graph, before.skeleton, way.plan)
+        graph.lint()
+        after = forecast(graph, collect(graph), model)
+        problem = _problem(before, after, limits.peak_bytes, held_limit)
+        if problem is None:
+            plan = replace(way.plan, operations=operations)
+            return Overlapped(plan, way.name, before, after)
+        log.debug("way %r is given up: %s", way.name, problem)
+        given_up.add(way.name)
+        snapshot.restore()  # which makes new nodes in the place of those that were erased
+        before = forecast(graph, collect(graph), model)
+
+
+def _nothing(before: Forecast, options: Options, operations: int) -> Overlapped:
+    plan = replace(merge_nothing(before.skeleton, options), operations=operations)
+    return Overlapped(plan, "input", before, before)
+
+
+def _is_slower(one: Timeline, other: Timeline) -> bool:
+    return one.total_ms > other.total_ms + _ROUNDING_MS
+
+
+def _legal(graph: fx.Graph, track: Track, way: Way, limits: Limits) -> Way:
+    """The way without buckets that fail the check, scheduled anew if there are any."""
+    checked = check_plan(track.skeleton, contract(graph, track.skeleton), way.plan)
+    if len(checked.buckets) == len(way.plan.buckets):
+        return way
+    return reschedule(track, replace(way, plan=checked), limits)
+
+
+def _problem(before: Forecast, after: Forecast, limit: int, held_limit: int) -> str | None:
+    """What the changed graph does not hold, or None."""
+    if _is_slower(after.timeline, before.timeline):
+        return f"it takes {after.timeline.total_ms} ms instead of {before.timeline.total_ms}"
+    if after.peak_bytes > limit:
+        return f"its peak is {after.peak_bytes} bytes, the limit {limit}"
+    if after.held_peak_bytes > held_limit:
+        return f"its peak with inputs held is {after.held_peak_bytes}, the limit {held_limit}"
+    return None
