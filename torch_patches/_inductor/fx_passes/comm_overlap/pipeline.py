@@ -12,11 +12,13 @@ GraphModule.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -175,7 +177,8 @@ def run_post_grad(
     if not is_tagged(graph):
         _tag(graph, recorded)
     try:
-        report = _change(graph, options, estimated)
+        with _collector_paused():
+            report = _change(graph, options, estimated)
     except (*RANK_LOCAL_ERRORS, *USER_ERRORS):
         raise
     except Exception as error:
@@ -186,6 +189,19 @@ def run_post_grad(
     if report is not None:
         _tell(report)
     return report
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No cycles are looked for meanwhile.  A plan makes many small objects and few cycles; each full
+    collection of a process with large graphs takes as long as the planning."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True, eq=False)

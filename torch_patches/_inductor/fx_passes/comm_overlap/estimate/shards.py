@@ -11,7 +11,7 @@ made from, and what comes out of a gradient's reduction, counts as an even share
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import torch.fx as fx
 
@@ -42,11 +42,11 @@ def shared_shard_bytes(skeleton: Skeleton) -> dict[fx.Node, int]:
         if collective.kind is CollectiveKind.ALL_GATHER and collective.traffic is Traffic.PARAMETER:
             for node, count in _payloads(collective):
                 _count_sources(node, count, result)
-    # Of chained reductions the last one tells what comes out: it goes first.
-    for collective in reversed(skeleton.collectives):
-        if collective.traffic is Traffic.GRADIENT:
-            for node, count in _outcomes(collective):
-                _count_results(node, count, result)
+    reductions = [c for c in skeleton.collectives if c.traffic is Traffic.GRADIENT]
+    starts = {reduction.start for reduction in reductions}
+    for reduction in reductions:
+        for node, count in _outcomes(reduction):
+            _count_results(node, count, starts, result)
     return result
 
 
@@ -137,13 +137,15 @@ def _count_sources(payload: fx.Node, count: int, result: dict[fx.Node, int]) -> 
                 pending.append((source, count if len(inputs) == 1 else _elements(source)))
 
 
-def _count_results(root: fx.Node, count: int, result: dict[fx.Node, int]) -> None:
-    """What is made from a reduced gradient, up to the graph's outputs."""
+def _count_results(
+    root: fx.Node, count: int, starts: Set[fx.Node], result: dict[fx.Node, int]
+) -> None:
+    """What is made from a reduced gradient, up to the graph's outputs or the next reduction."""
     pending, seen = [root], {root}
     _set(root, count, result)
     while pending:
         for user in pending.pop().users:
-            if user.op != "output" and user not in seen and user not in result:
+            if user.op != "output" and user not in seen and user not in starts:
                 seen.add(user)
                 _set(user, count, result)
                 pending.append(user)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
@@ -52,33 +53,50 @@ _SHAPE_ONLY_NAMES = frozenset(
 _CAST_NAMES = frozenset({"_to_copy", "convert_element_type", "to"})
 
 
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """What the questions below ask of an op; there are few distinct ops, and many nodes."""
+
+    namespace: str
+    name: str
+    is_view: bool
+    is_no_op: bool
+    is_cast: bool
+    is_slice: bool
+    is_shape_only: bool
+
+
 @functools.cache
-def _qualified_name(target: torch._ops.OpOverload) -> tuple[str, str]:
-    """(namespace, name); reading it from the schema is slow, and there are few distinct ops."""
+def _traits(target: torch._ops.OpOverload) -> _Traits:
     namespace, name = target._schema.name.split("::", 1)
-    return namespace, name
+    computes = namespace in ("aten", "prims")
+    return _Traits(
+        namespace,
+        name,
+        is_view=computes and name in _VIEW_NAMES,
+        is_no_op=computes and name in _NO_OP_NAMES,
+        is_cast=computes and name in _CAST_NAMES,
+        is_slice=computes and name == "slice",
+        is_shape_only=computes and name in _SHAPE_ONLY_NAMES,
+    )
 
 
 def op_namespace(target: object) -> str | None:
     """``aten`` for ``torch.ops.aten.mm.default``; None for anything but an op overload."""
-    return _qualified_name(target)[0] if isinstance(target, torch._ops.OpOverload) else None
+    return _traits(target).namespace if isinstance(target, torch._ops.OpOverload) else None
 
 
 def op_name(target: object) -> str | None:
     """``mm`` for ``torch.ops.aten.mm.default``; None for anything but an op overload."""
-    return _qualified_name(target)[1] if isinstance(target, torch._ops.OpOverload) else None
-
-
-def _is_compute_op_in(node: fx.Node, names: frozenset[str]) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    namespace, name = _qualified_name(node.target)
-    return name in names and namespace in ("aten", "prims")
+    return _traits(target).name if isinstance(target, torch._ops.OpOverload) else None
 
 
 def is_view(node: fx.Node) -> bool:
     """The result shares its first argument's storage (also ``getitem``, which hands out a part)."""
-    return node.target is operator.getitem or _is_compute_op_in(node, _VIEW_NAMES)
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return _traits(target).is_view
+    return target is operator.getitem
 
 
 def first_argument(node: fx.Node) -> object:
@@ -99,12 +117,12 @@ def viewed_node(node: fx.Node) -> fx.Node:
 
 def is_cast(node: fx.Node) -> bool:
     """A change of dtype (or of device or layout) of one tensor."""
-    return _is_compute_op_in(node, _CAST_NAMES)
+    return isinstance(node.target, torch._ops.OpOverload) and _traits(node.target).is_cast
 
 
 def is_full_slice(node: fx.Node) -> bool:
     """A slice that keeps its whole input, judged without adding a guard."""
-    if not _is_compute_op_in(node, frozenset({"slice"})):
+    if not (isinstance(node.target, torch._ops.OpOverload) and _traits(node.target).is_slice):
         return False
     source = first_argument(node)
     before = source.meta.get("val") if isinstance(source, fx.Node) else None
@@ -123,12 +141,14 @@ def does_work(node: fx.Node) -> bool:
     """False for placeholders, outputs, attributes, aliases, reshapes, detaches and full slices."""
     if node.op in ("placeholder", "output", "get_attr"):
         return False
-    return not (_is_compute_op_in(node, _NO_OP_NAMES) or is_full_slice(node))
+    if isinstance(node.target, torch._ops.OpOverload) and _traits(node.target).is_no_op:
+        return False
+    return not is_full_slice(node)
 
 
 def reads_only_shape(node: fx.Node) -> bool:
     """A constant in the shape, dtype and device of what it is given, whose values it never reads."""
-    return _is_compute_op_in(node, _SHAPE_ONLY_NAMES)
+    return isinstance(node.target, torch._ops.OpOverload) and _traits(node.target).is_shape_only
 
 
 def is_control_deps(node: fx.Node) -> bool:

@@ -274,8 +274,12 @@ class _Scheduler:
             return
         self.reached[unit.index] = self.reached.get(unit.index, 0) + 1
         if self._is_reduction(unit):
-            live = self.track.start_bytes[collective.index] + self.held
-            self.peak = max(self.peak, live + self.extra)
+            live = self.track.start_bytes[collective.index] + self.extra
+            for flying in self._collectable():
+                if live + self.held <= self.limits.peak_bytes:
+                    break
+                self._collect(flying, place)
+            self.peak = max(self.peak, live + self.held)
             self.held += collective.size_bytes
         self._launch_if_ready(place, unit)
 
