@@ -15,6 +15,8 @@ ours needs to be imported; without installation, pass the function itself as ``b
 **Choosing the backend is the opt-in**: ``bucketing_mode`` "none" means "topo_span" here.  All other
 flags keep their meaning and are read once, when a forward (or inference) graph compiles.  Its lazily
 compiled backward uses the same values, whatever the flags are by then and in whatever thread.
+``insert_overlap_deps`` has nothing to do here: a graph that is run as it is keeps its order, and torch
+2.11 cannot run control dependencies.
 
 **Options** are the flags, by name alone or with the prefix ``aten_distributed_optimizations.``, and
 
@@ -38,7 +40,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -216,7 +218,8 @@ def read_settings(options: Mapping[str, Any] | None = None) -> Settings:
     mode = config.PREFIX + "bucketing_mode"
     if given.get("bucketing_mode", config.current_value(mode)) == "none":
         given["bucketing_mode"] = OPT_IN_MODE
-    return Settings(config.options_from_arguments(given, NAME), partitioner)
+    flags = config.options_from_arguments(given, NAME)
+    return Settings(replace(flags, run_eagerly=True, insert_overlap_deps=False), partitioner)
 
 
 def _label(key: object) -> str:

@@ -24,13 +24,19 @@ from torch_patches.testing.spmd_interpreter import random_inputs, run_spmd
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
 aten = torch.ops.aten
 FORMS = ("default", "coalesced")
+#: And the copying form as it is made for graphs that are run op by op.
+WAYS = (*FORMS, "eager")
 GROUPS = {"g": [[0, 1]], "h": [[0, 1]]}
 
 
-def optimized(gm, bucket_mode, **options):
+def optimized(gm, way, **options):
     """A bucketed copy of ``gm`` and the report."""
     after = copy.deepcopy(gm)
-    report = optimize_graph(after, Options("topo_span", bucket_mode=bucket_mode, **options))
+    eager = way == "eager"
+    form = "default" if eager else way
+    report = optimize_graph(
+        after, Options("topo_span", bucket_mode=form, run_eagerly=eager, **options)
+    )
     return after, report
 
 
@@ -86,23 +92,27 @@ class TestForms:
         assert targets(after).count("_c10d_functional.wait_tensor.default") == 2
         assert not [t for t in targets(after) if "cat" in t or "copy" in t or "clone" in t]
 
-    def test_copying_is_one_launch_one_wait_and_one_copy_each_way(self):
-        after, _ = optimized(self._two_gathers(), "default")
+    @pytest.mark.parametrize(
+        ("way", "copy_out"), [("default", "_foreach_copy"), ("eager", "split_with_sizes_copy")]
+    )
+    def test_copying_is_one_launch_one_wait_and_one_copy_each_way(self, way, copy_out):
+        after, _ = optimized(self._two_gathers(), way)
         found = targets(after)
         assert found.count("_c10d_functional.all_gather_into_tensor.default") == 1
         assert found.count("_c10d_functional.wait_tensor.default") == 1
         copies = [t for t in found if "cat" in t or "copy" in t or "clone" in t]
-        assert copies == ["aten.cat.default", "aten._foreach_copy.default"]
+        assert copies == ["aten.cat.default", f"aten.{copy_out}.default"]
 
     def test_no_choice_means_zero_copy(self):
         _, report = optimized(self._two_gathers(), None)
         assert [x.form for x in report.buckets] == ["coalesced"]
 
-    def test_copies_do_not_grow_with_the_bucket(self):
+    @pytest.mark.parametrize("way", ["default", "eager"])
+    def test_copies_do_not_grow_with_the_bucket(self, way):
         def copies(members):
             b = GraphBuilder()
             gm = b.output(*[b.gather_and_wait(b.placeholder(4), 2, "g") for _ in range(members)])
-            after, _ = optimized(gm, "default")
+            after, _ = optimized(gm, way)
             return len([t for t in targets(after) if "cat" in t or "copy" in t])
 
         assert copies(4) == copies(40) == 2
@@ -123,7 +133,7 @@ def _reduce(b, x):
 KINDS = {"gather": _gather, "scatter": _scatter, "reduce": _reduce}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 class TestMembers:
     def _check(self, b, form, *waits):
@@ -211,7 +221,7 @@ class TestMembers:
 
 
 class TestScalars:
-    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("form", WAYS)
     @pytest.mark.parametrize("build", [_gather, _reduce])
     def test_scalar_members(self, form, build):
         b = GraphBuilder()

@@ -56,14 +56,22 @@ class Forecast:
         return max(self.held.inputs, *self.held.at_node)
 
 
-def forecast(graph: fx.Graph, skeleton: Skeleton, model: RuntimeModel) -> Forecast:
-    """Estimates the graph as it stands; near-linear."""
+def forecast(
+    graph: fx.Graph, skeleton: Skeleton, model: RuntimeModel, *, eager: bool = False
+) -> Forecast:
+    """Estimates the graph as it stands; near-linear.
+
+    Args:
+        eager: memory as PyTorch needs it op by op, see ``memory.peak_bytes``.
+    """
     shards = shared_shard_bytes(skeleton)
     costs = with_shared_costs(model.node_costs(graph, skeleton), shards, skeleton, model)
     parameters = frozenset(node for node in shards if node.op == "placeholder")
     # Pads and cuts of shards, which ranks with a short shard have and others have not.
     passed_on = skeleton.idle & shards.keys()
-    held, live = live_bytes_each(graph, parameters, sizes=shards, idle=passed_on)
+    held, live = live_bytes_each(
+        graph, parameters, sizes=shards, eager=eager, idle=passed_on
+    )
     order = tuple(graph.nodes)
     timeline = simulate(order, skeleton, model, costs)
     return Forecast(order, skeleton, model, costs, live, held, timeline)

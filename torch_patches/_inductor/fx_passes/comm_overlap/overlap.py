@@ -78,7 +78,8 @@ def overlap(
     graph: fx.Graph, skeleton: Skeleton, options: Options, model: RuntimeModel
 ) -> Overlapped:
     """Changes ``graph`` in place; the caller restores it if this raises."""
-    before = forecast(graph, skeleton, model)
+    eager = options.run_eagerly
+    before = forecast(graph, skeleton, model, eager=eager)
     limits = memory_limits(options, before.peak_bytes)
     held_limit = memory_limits(options, before.held_peak_bytes).peak_bytes
     given_up: set[str] = set()
@@ -93,9 +94,9 @@ def overlap(
             return _nothing(before, options, operations)
         way = _legal(graph, track, ways[0], limits)
         snapshot = Snapshot(graph)
-        apply_plan(graph, before.skeleton, way.plan)
+        apply_plan(graph, before.skeleton, way.plan, run_eagerly=eager)
         graph.lint()
-        after = forecast(graph, collect(graph), model)
+        after = forecast(graph, collect(graph), model, eager=eager)
         problem = _problem(before, after, limits.peak_bytes, held_limit)
         if problem is None:
             plan = replace(way.plan, operations=operations)
@@ -103,7 +104,7 @@ def overlap(
         log.debug("way %r is given up: %s", way.name, problem)
         given_up.add(way.name)
         snapshot.restore()  # which makes new nodes in the place of those that were erased
-        before = forecast(graph, collect(graph), model)
+        before = forecast(graph, collect(graph), model, eager=eager)
 
 
 def _nothing(before: Forecast, options: Options, operations: int) -> Overlapped:

@@ -246,16 +246,17 @@ def _bucket(
     graph: fx.Graph, skeleton: Skeleton, options: Options, before: Before, estimated: bool
 ) -> _Change:
     model = _model(options) if estimated else None
-    was = forecast(graph, skeleton, model) if model is not None else None
+    eager = options.run_eagerly
+    was = forecast(graph, skeleton, model, eager=eager) if model is not None else None
     plan = PLANNERS[options.bucketing_mode](skeleton, contract(graph, skeleton), options)
     plan = check_plan(skeleton, contract(graph, skeleton), plan)
     if plan.buckets:
-        apply_plan(graph, skeleton, plan)
+        apply_plan(graph, skeleton, plan, run_eagerly=eager)
         graph.lint()
     after = collect(graph)
     if model is None or was is None:
         return _Change(before, plan, after)
-    now = forecast(graph, after, model)
+    now = forecast(graph, after, model, eager=eager)
     return _Change(before, plan, after, Overlapped(plan, "as asked", was, now))
 
 

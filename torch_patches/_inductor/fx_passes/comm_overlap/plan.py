@@ -416,6 +416,8 @@ class Options:
         calibration_digest: of that.
         custom_runtime_estimation: the user's own estimation.
         estimation_digest: what tells it from others in all processes; None if nothing does.
+        run_eagerly: the graph is run op by op as it is, not compiled: copies and memory are those of
+            PyTorch's own kernels.  No flag: who runs the graph knows.
     """
 
     bucketing_mode: str = "none"
@@ -438,6 +440,7 @@ class Options:
     calibration_digest: str | None = None
     custom_runtime_estimation: CustomEstimation | None = field(default=None, repr=False)
     estimation_digest: str | None = None
+    run_eagerly: bool = False
 
     @property
     def schedules(self) -> bool:

@@ -8,6 +8,12 @@ Layout of a bucket of members with n_i elements on each of G ranks:
 
 All members have one dtype, so every part starts at a multiple of the element size.
 
+The copy out is one node that gives each member a storage of its own.  Which one depends on who runs
+the graph.  Inductor fuses ``_foreach_copy`` into one kernel; it has no lowering of
+``split_with_sizes_copy``.  PyTorch's own ``_foreach_copy`` clones *all of the bucket* for each
+member, since the functional form keeps the strides of what it writes to, in its place in the
+storage; its ``split_with_sizes_copy`` makes the members and nothing else.
+
 What all members have in common around the collective is done once, on the whole buffer: a cast in
 front of gathers, and a scaling by a number behind all-reduces.  The bits are the same.
 """
@@ -78,6 +84,7 @@ class _Recorder:
 
     def __init__(self, emitter: Emitter) -> None:
         self._emitter = emitter
+        self.run_eagerly = emitter.run_eagerly
         self._made: list[fx.Node] = []
 
     def call(self, *args: object, **kwargs: object) -> fx.Node:
@@ -223,20 +230,8 @@ def _launch(
 def _copy_out(
     made: _Recorder, wait: fx.Node, members: Sequence[Collective], bucket: Bucket
 ) -> list[fx.Node]:
-    """Each member's result in its own storage: views of the buffer and one foreach copy.
-
-    Inductor fuses the foreach copy into one kernel.  What is copied *into* only gives the layout:
-    for a gather, whose parts are columns, that is a piece of the buffer of the same size.
-    """
-    sizes = [m.start.meta["val"].numel() for m in members]
-    into = _parts(made, wait, wait, sizes, 0)
-    parts = into
-    if bucket.key.kind is CollectiveKind.ALL_GATHER:
-        rows = _group_size(bucket)
-        columns = [n // rows for n in sizes]
-        into = [made.view(p, [rows, n], wait) for p, n in zip(into, columns, strict=True)]
-        parts = _parts(made, wait, made.view(wait, [rows, sum(columns)], wait), columns, 1)
-    copies = made.compute(aten._foreach_copy.default, (into, parts), wait)
+    """Each member's result, contiguous and in its own storage."""
+    copies = _copied_parts(made, wait, members, bucket)
     outputs: list[fx.Node] = []
     for place, member in enumerate(members):
         donor = member.waits[0]
@@ -245,6 +240,26 @@ def _copy_out(
         output.meta[MEMBER_MARK] = True
         outputs.append(output)
     return outputs
+
+
+def _copied_parts(
+    made: _Recorder, wait: fx.Node, members: Sequence[Collective], bucket: Bucket
+) -> fx.Node:
+    """A node with a copy of every member's part: of columns for gathers, else of a flat piece."""
+    sizes = [m.start.meta["val"].numel() for m in members]
+    is_gather = bucket.key.kind is CollectiveKind.ALL_GATHER
+    rows = _group_size(bucket) if is_gather else 1
+    widths, dim = [n // rows for n in sizes], int(is_gather)
+    whole = made.view(wait, [rows, sum(widths)], wait) if is_gather else wait
+    if made.run_eagerly:
+        return made.compute(aten.split_with_sizes_copy.default, (whole, widths, dim), wait)
+    # What is copied *into* only gives the layout: a piece of the buffer of the same size.
+    into = _parts(made, wait, wait, sizes, 0)
+    parts = into
+    if is_gather:
+        into = [made.view(p, [rows, n], wait) for p, n in zip(into, widths, strict=True)]
+        parts = _parts(made, wait, whole, widths, dim)
+    return made.compute(aten._foreach_copy.default, (into, parts), wait)
 
 
 def _parts(

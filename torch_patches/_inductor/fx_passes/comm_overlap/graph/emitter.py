@@ -51,10 +51,16 @@ class Merged:
 class Emitter:
     """Creates nodes at the end of the graph; their place is decided afterwards."""
 
-    def __init__(self, graph: fx.Graph, ordered: Set[fx.Node]) -> None:
-        """``ordered``: nodes with ordering constraints, which must not lose their identity."""
+    def __init__(self, graph: fx.Graph, ordered: Set[fx.Node], run_eagerly: bool = False) -> None:
+        """
+        Args:
+            graph: to which nodes are added.
+            ordered: nodes with ordering constraints, which must not lose their identity.
+            run_eagerly: the graph is run op by op as it is, not compiled.
+        """
         self.graph = graph
         self.ordered = ordered
+        self.run_eagerly = run_eagerly
         self._output = next(iter(reversed(graph.nodes)))
 
     def call(

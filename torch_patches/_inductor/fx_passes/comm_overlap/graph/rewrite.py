@@ -7,7 +7,7 @@ Coalesced form, one launch and no copies; each member keeps a wait, all at the f
 
 Copying form, one copy node in each direction:
 
-    AG(a) -> W -> ...        =>      cat(a, b) -> AG -> W -> foreach copy -> view -> ...
+    AG(a) -> W -> ...        =>      cat(a, b) -> AG -> W -> one copy -> view -> ...
 
 Invariants: every member's value, dtype, shape and strides stay; outputs get no new aliasing (the
 copying form copies out); ``meta["val"]`` of each new node is what its op would produce; a new node
@@ -44,10 +44,15 @@ class CycleError(RuntimeError):
     """The plan cannot be ordered.  The legality check comes first, so this is a bug."""
 
 
-def apply_plan(graph: fx.Graph, skeleton: Skeleton, plan: Plan) -> None:
+def apply_plan(
+    graph: fx.Graph, skeleton: Skeleton, plan: Plan, *, run_eagerly: bool = False
+) -> None:
     """Merges the buckets of ``plan`` and restores a topological order; the graph changes in place.
 
     Near-linear in the graph.  The caller lints and recompiles once.
+
+    Args:
+        run_eagerly: emit what PyTorch runs well op by op, not what Inductor compiles well.
 
     Raises:
         CycleError: the buckets close a cycle (the graph is then half rewritten).
@@ -57,7 +62,7 @@ def apply_plan(graph: fx.Graph, skeleton: Skeleton, plan: Plan) -> None:
     precedence = Precedence(pairs)
     slots = [choose_slot(bucket, numbers, precedence, skeleton.idle) for bucket in plan.buckets]
     placement = Placement(numbers)
-    emitter = Emitter(graph, {node for pair in pairs for node in pair})
+    emitter = Emitter(graph, {node for pair in pairs for node in pair}, run_eagerly)
     merged: list[Merged] = []
     renamed: dict[fx.Node, fx.Node] = {}
     for index, (bucket, slot) in enumerate(zip(plan.buckets, slots, strict=True)):
