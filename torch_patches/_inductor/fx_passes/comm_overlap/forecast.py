@@ -8,7 +8,7 @@ as the saved activations of a compiled backward do, or be held by the caller.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
@@ -23,6 +23,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.shards import (
     with_shared_costs,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Timeline, simulate
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK
+from torch_patches._inductor.fx_passes.comm_overlap.graph.emit_copying import PART_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Skeleton
 
 
@@ -64,14 +66,16 @@ def forecast(
     Args:
         eager: memory as PyTorch needs it op by op, see ``memory.peak_bytes``.
     """
-    shards = shared_shard_bytes(skeleton)
-    costs = with_shared_costs(model.node_costs(graph, skeleton), shards, skeleton, model)
+    # What a bucket is made of is the same on all ranks: it does work, and has the size it has.
+    buckets = {n for n in graph.nodes if PART_MARK in n.meta or BUCKET_MARK in n.meta}
+    working = replace(skeleton, idle=skeleton.idle - buckets)
+    found = shared_shard_bytes(skeleton)
+    shards = {node: size for node, size in found.items() if node not in buckets}
+    costs = with_shared_costs(model.node_costs(graph, skeleton), shards, working, model)
     parameters = frozenset(node for node in shards if node.op == "placeholder")
     # Pads and cuts of shards, which ranks with a short shard have and others have not.
     passed_on = skeleton.idle & shards.keys()
-    held, live = live_bytes_each(
-        graph, parameters, sizes=shards, eager=eager, idle=passed_on
-    )
+    held, live = live_bytes_each(graph, parameters, sizes=shards, eager=eager, idle=passed_on)
     order = tuple(graph.nodes)
     timeline = simulate(order, skeleton, model, costs)
     return Forecast(order, skeleton, model, costs, live, held, timeline)

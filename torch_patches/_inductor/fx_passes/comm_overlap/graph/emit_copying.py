@@ -51,6 +51,10 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
 
 aten = torch.ops.aten
 
+#: On every node of a copying bucket: its copies, its collective, its wait and its members' results.
+#: All ranks have the same ones, whatever their shards are.
+PART_MARK = "comm_overlap_part"
+
 
 def emit_copying(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
     """Replaces the members by one collective over a copied buffer.  Sizes must be static."""
@@ -88,12 +92,15 @@ class _Recorder:
         self._made: list[fx.Node] = []
 
     def call(self, *args: object, **kwargs: object) -> fx.Node:
-        self._made.append(self._emitter.call(*args, **kwargs))  # type: ignore[arg-type]
-        return self._made[-1]
+        return self._record(self._emitter.call(*args, **kwargs))  # type: ignore[arg-type]
 
     def compute(self, *args: object, **kwargs: object) -> fx.Node:
-        self._made.append(self._emitter.compute(*args, **kwargs))  # type: ignore[arg-type]
-        return self._made[-1]
+        return self._record(self._emitter.compute(*args, **kwargs))  # type: ignore[arg-type]
+
+    def _record(self, node: fx.Node) -> fx.Node:
+        node.meta[PART_MARK] = True
+        self._made.append(node)
+        return node
 
     def view(self, node: fx.Node, shape: Sequence[int], donor: fx.Node) -> fx.Node:
         """``node`` with another shape; a copy only where its strides demand one."""
