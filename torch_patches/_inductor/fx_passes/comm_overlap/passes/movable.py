@@ -17,6 +17,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     BarrierKind,
     Collective,
     CollectiveKind,
+    RefusalReason,
     Skeleton,
     Traffic,
 )
@@ -46,6 +47,22 @@ class Gather:
     flight_bytes: int
 
 
+#: What a schedule does not move, because others write to, read or wrap what is in flight.
+_STAYS = frozenset(
+    {
+        RefusalReason.MUTATES_ARGUMENT,
+        RefusalReason.USED_BEFORE_WAIT,
+        RefusalReason.WRAPPED,
+        RefusalReason.NO_METADATA,
+    }
+)
+
+
+def is_movable(collective: Collective) -> bool:
+    """Whether a schedule may move its start or its waits."""
+    return bool(collective.waits) and collective.refusal not in _STAYS
+
+
 def find_gathers(skeleton: Skeleton, place: Mapping[fx.Node, int]) -> list[Gather]:
     """Parameter gathers in order of use; linear in the graph."""
     fixed = {node for pair in skeleton.order_dependencies for node in pair}
@@ -60,7 +77,7 @@ def find_gathers(skeleton: Skeleton, place: Mapping[fx.Node, int]) -> list[Gathe
             c, place, fixed, _bounds(fences, place[c.start], behind.get(c.start, -1)), skeleton.idle
         )
         for c in skeleton.collectives
-        if c.kind is CollectiveKind.ALL_GATHER and c.traffic is Traffic.PARAMETER and c.waits
+        if c.kind is CollectiveKind.ALL_GATHER and c.traffic is Traffic.PARAMETER and is_movable(c)
     ]
     return sorted(found, key=lambda gather: (gather.latest, gather.use, gather.start))
 

@@ -22,7 +22,11 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import Comp
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import LiveBytes
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import is_view
-from torch_patches._inductor.fx_passes.comm_overlap.passes.movable import Gather, find_gathers
+from torch_patches._inductor.fx_passes.comm_overlap.passes.movable import (
+    Gather,
+    find_gathers,
+    is_movable,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     BarrierKind,
     Collective,
@@ -85,7 +89,7 @@ def read_track(
     place = {node: number for number, node in enumerate(order)}
     gathers = find_gathers(skeleton, place)
     reductions = {
-        c.index: c for c in skeleton.collectives if c.traffic is Traffic.GRADIENT and c.waits
+        c.index: c for c in skeleton.collectives if c.traffic is Traffic.GRADIENT and is_movable(c)
     }
     compute, slot = _sums(order, costs)
     fixed = _fixed_bytes(place, live, gathers, reductions)
@@ -101,7 +105,7 @@ def read_track(
     uses = {
         c.index: _first_use(c, place, fence_places, skeleton.idle)
         for c in skeleton.collectives
-        if c.index not in movable and c.waits
+        if c.index not in movable and is_movable(c)
     }
     return Track(
         order=order,
