@@ -280,7 +280,9 @@ FLAGS: tuple[Flag, ...] = (
         value_type=float | None,
         check=_or_none(_check_number(0)),
         allowed="a finite number >= 0, or None for no bound of its own",
-        doc="GB of collectives that have started and are not used or waited for yet.",
+        doc="GB of collectives that have started and are not used or waited for yet: no gather "
+        "starts early and no bucket is made beyond it, and reductions are waited for once it is "
+        "passed. What the input has in flight at once stays allowed.",
         of_torch=True,
     ),
     Flag(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Final
 
 import torch.fx as fx
@@ -108,7 +107,7 @@ def optimize_graph(
         "custom_runtime_estimation": custom_runtime_estimation,
     }
     arguments = {name: value for name, value in given.items() if value is not FROM_FLAG}
-    options = config.options_from_arguments(arguments, "optimize_graph")
-    if options.bucketing_mode == "none":
-        options = replace(options, bucketing_mode=DEFAULT_MODE)
-    return pipeline.optimize_graph(gm, options)
+    mode = config.PREFIX + "bucketing_mode"
+    if arguments.get("bucketing_mode", config.current_value(mode)) == "none":
+        arguments["bucketing_mode"] = DEFAULT_MODE
+    return pipeline.optimize_graph(gm, config.options_from_arguments(arguments, "optimize_graph"))

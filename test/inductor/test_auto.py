@@ -7,6 +7,7 @@ import copy
 import itertools
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +15,15 @@ import torch.fx as fx
 
 import torch_patches
 from torch_patches._inductor.fx_passes.comm_overlap import overlap, pipeline
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.calibration import (
+    CalibrationTable,
+    save_calibration,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.custom import EstimationError
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
-from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import (
-    GIB,
-    memory_limits,
-)
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, RefusalReason
+from torch_patches._inductor.fx_passes.comm_overlap.passes import auto
+from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import GIB, Way, memory_limits
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, Plan, RefusalReason
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 from torch_patches.testing.effect_ops import barrier
 from torch_patches.testing.estimations import ESTIMATIONS
@@ -129,6 +132,45 @@ def test_ddp_backward_is_bucketed_and_hidden() -> None:
     assert report.failure is None
     assert report.collectives_after["all_reduce"] < 8
     assert report.total_ms_after < report.total_ms_before
+
+
+def test_overlap_that_was_planned_and_is_lost_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The moves are left out of the rewrite: nothing hides, and every way is given up."""
+    applied = overlap.apply_plan
+
+    def without_moves(graph: fx.Graph, skeleton: object, plan: Plan, **options: bool) -> None:
+        applied(graph, skeleton, replace(plan, moves=()), **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(overlap, "apply_plan", without_moves)
+    monkeypatch.setattr(overlap, "_problem", lambda *args: None)
+    report = optimize(model(6), custom_runtime_estimation=BANDWIDTH_BOUND)
+    assert report.way == "input"
+
+
+@pytest.mark.parametrize("mode", ["topo_span", "auto"])
+def test_overlap_preserving_merge_is_tried_in_every_mode(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    tried: list[list[str]] = []
+
+    def try_ways(*args: object) -> list[Way]:
+        ways = auto.try_ways(*args)  # type: ignore[arg-type]
+        tried.append([way.name for way in ways])
+        return ways
+
+    monkeypatch.setattr(overlap, "try_ways", try_ways)
+    optimize(model(6), bucketing_mode=mode, overlap=True, bucket_cap_mb=1.0)
+    assert sorted(tried[0]) == ["after schedule", "as asked", "none"]
+
+
+def test_calibration_counts_where_the_call_is_the_opt_in(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    save_calibration(path, CalibrationTable(device="slow", dram_gb_per_s=1.0))
+    slow = torch_patches.optimize_graph(model(2), calibration_file=str(path))
+    assert "slow" in slow.estimates
+    assert slow.total_ms_before > torch_patches.optimize_graph(model(2)).total_ms_before
+    with pytest.raises(FileNotFoundError):
+        torch_patches.optimize_graph(model(2), calibration_file=str(tmp_path / "none"))
 
 
 # -- memory ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the estimates expect of a graph: ``forecast(graph, options) -> Forecast``.
+"""What the estimates expect of a graph: ``forecast(graph, skeleton, model) -> Forecast``.
 
 Sizes and costs are those that all ranks share, so that what is decided by a forecast is the same on
 all of them.  Memory is estimated twice: inputs that are no parameters may die after their last use,

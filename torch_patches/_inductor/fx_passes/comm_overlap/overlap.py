@@ -22,7 +22,11 @@ from torch_patches._inductor.fx_passes.comm_overlap.forecast import (
     combined_live,
     forecast,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
+    BUCKET_MARK,
+    SCHEDULED_MARK,
+    collect,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
 from torch_patches._inductor.fx_passes.comm_overlap.graph.control import Overlap
 from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
@@ -36,7 +40,12 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track, read_track
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, Plan, Skeleton
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    Collective,
+    Options,
+    Plan,
+    Skeleton,
+)
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +106,7 @@ def overlap(
         apply_plan(graph, before.skeleton, way.plan, run_eagerly=eager)
         graph.lint()
         after = forecast(graph, collect(graph), model, eager=eager)
-        problem = _problem(before, after, limits.peak_bytes, held_limit)
+        problem = _problem(before, after, limits.peak_bytes, held_limit) or _lost(way, after)
         if problem is None:
             plan = replace(way.plan, operations=operations)
             return Overlapped(plan, way.name, before, after)
@@ -133,3 +142,31 @@ def _problem(before: Forecast, after: Forecast, limit: int, held_limit: int) -> 
     if after.held_peak_bytes > held_limit:
         return f"its peak with inputs held is {after.held_peak_bytes}, the limit {held_limit}"
     return None
+
+
+def _lost(way: Way, after: Forecast) -> str | None:
+    """Compute that was to hide a collective and does not stand under it in the changed graph."""
+    place = {node: number for number, node in enumerate(after.order)}
+    made = {c.start.meta[BUCKET_MARK]["bucket"]: c for c in _made_now(after)}
+    now = {c.start: c for c in after.skeleton.collectives}
+    bucket_of = {m.index: i for i, b in enumerate(way.plan.buckets) for m in b.members}
+    for span in way.schedule.timeline.spans:
+        bucket = bucket_of.get(span.collective.index)
+        collective = now.get(span.collective.start) if bucket is None else made.get(bucket)
+        if collective is None or not collective.waits:
+            continue
+        first = min(place[wait] for wait in collective.waits)
+        for hiding in span.hidden_by:
+            where = place.get(hiding.node)  # None of a copy, which has other nodes now
+            if where is not None and not place[collective.start] < where < first:
+                return f"{hiding.node} no longer hides {collective.start}"
+    return None
+
+
+def _made_now(after: Forecast) -> list[Collective]:
+    """The buckets that this plan has made; others come from an earlier run."""
+    return [
+        c
+        for c in after.skeleton.collectives
+        if BUCKET_MARK in c.start.meta and SCHEDULED_MARK not in c.start.meta
+    ]

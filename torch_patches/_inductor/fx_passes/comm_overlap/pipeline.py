@@ -12,13 +12,11 @@ GraphModule.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,7 +41,9 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
 from torch_patches._inductor.fx_passes.comm_overlap.graph.control import (
+    Overlap,
     insert_overlap_dependencies,
+    plan_overlap_dependencies,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.dynamo_inputs import record_inputs
 from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
@@ -177,8 +177,7 @@ def run_post_grad(
     if not is_tagged(graph):
         _tag(graph, recorded)
     try:
-        with _collector_paused():
-            report = _change(graph, options, estimated)
+        report = _change(graph, options, estimated)
     except (*RANK_LOCAL_ERRORS, *USER_ERRORS):
         raise
     except Exception as error:
@@ -189,19 +188,6 @@ def run_post_grad(
     if report is not None:
         _tell(report)
     return report
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """No cycles are looked for meanwhile.  A plan makes many small objects and few cycles; each full
-    collection of a process with large graphs takes as long as the planning."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,12 +215,25 @@ def _change(graph: fx.Graph, options: Options, estimated: bool) -> Report | None
         _mark_considered(graph, options)
         report = _report(graph, options, change)
         if change.overlapped is not None and options.insert_overlap_deps:
-            edges = insert_overlap_dependencies(graph, change.overlapped.hidings())
-            report = report and replace(report, control_dependencies=edges)
+            report = _hold_order(graph, change.overlapped.hidings(), report)
     except BaseException:
         snapshot.restore()
         raise
     return report
+
+
+def _hold_order(
+    graph: fx.Graph, hidings: Sequence[Overlap], report: Report | None
+) -> Report | None:
+    """Inserts control dependencies; the report with how many, and what they do not hold."""
+    planned = plan_overlap_dependencies(graph, hidings)
+    edges = insert_overlap_dependencies(graph, hidings)
+    return report and replace(
+        report,
+        control_dependencies=edges,
+        not_held=tuple(o.start.name for o in planned.without_anchor),
+        half_held=tuple(o.start.name for o in planned.payload_held),
+    )
 
 
 def _overlap(graph: fx.Graph, skeleton: Skeleton, options: Options, before: Before) -> _Change:

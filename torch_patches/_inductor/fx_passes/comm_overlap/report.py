@@ -123,6 +123,10 @@ class Report:
         held_peak_bytes_before, held_peak_bytes_after: where the caller holds them.
         moved: nodes that a schedule placed anew.
         control_dependencies: edges that hold the order in Inductor.
+        not_held: starts of collectives whose overlap they do not hold, since no compute under them
+            is a kernel that may wait for another.
+        half_held: starts whose payload they hold in front of that compute, and not the launch:
+            Inductor lowers all-reduces and broadcasts in place.
         spans: every collective of the result.
     """
 
@@ -159,6 +163,8 @@ class Report:
     held_peak_bytes_after: int = 0
     moved: int = 0
     control_dependencies: int = 0
+    not_held: tuple[str, ...] = ()
+    half_held: tuple[str, ...] = ()
     spans: tuple[SpanReport, ...] = ()
 
     def to_json(self) -> str:

@@ -33,10 +33,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.fx as fx
-
-CustomEstimation = Callable[[fx.Node, int | None], float | None]
-"""``fn(node, override_size_bytes)`` -> ms, or None to leave it to the model."""
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None)),

@@ -29,7 +29,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import (
     flops,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.custom import (
-    CustomEstimation,
     EstimationError,
     estimation_key,
 )
@@ -45,7 +44,11 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.network import (
     link_class_of,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import tensors_of
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, Skeleton
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    Collective,
+    CustomEstimation,
+    Skeleton,
+)
 
 __all__ = [
     "CustomEstimation",

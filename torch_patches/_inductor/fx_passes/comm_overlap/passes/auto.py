@@ -4,8 +4,9 @@
 
 Merging first and scheduling the buckets mostly finds more overlap than the other way round, where
 compute that hides one collective keeps it from being merged with the next; the latter is one of the
-ways tried all the same ("after schedule").  A plan that is no faster than the input, or whose peak exceeds the cap, is not
-taken.  The ways are a fixed list, so the work is a fixed multiple of one schedule.
+ways tried all the same ("after schedule").  A plan that is no faster than the input, or whose peak
+exceeds the cap, is not taken.  The ways are a fixed list, so the work is a fixed multiple of one
+schedule.
 """
 
 from __future__ import annotations
@@ -81,10 +82,9 @@ def try_ways(track: Track, options: Options, limits: Limits) -> list[Way]:
     for name, choice in _choices(options):
         plan = _plan(track, choice, options, limits)
         ways.append(_scheduled(name, plan, track, limits))
-    if _is_free(options):
-        alone = next(way for way in ways if way.name == "none").schedule
-        plan = merge_after_schedule(track.order[0].graph, track, alone, options, limits)
-        ways.append(_scheduled("after schedule", plan, track, limits))
+    alone = next(way for way in ways if way.name == "none").schedule
+    plan = merge_after_schedule(track.order[0].graph, track, alone, options, limits)
+    ways.append(_scheduled("after schedule", plan, track, limits))
     return sorted(ways, key=lambda way: _badness(way, limits))
 
 

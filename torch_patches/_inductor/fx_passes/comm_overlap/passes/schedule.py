@@ -108,7 +108,8 @@ class _Scheduler:
         for unit in reversed(gathers):
             self.pending.setdefault(unit.group, []).append(unit)
         self.started: set[int] = set()
-        self.used: set[int] = set()  # gathers, reductions and others that were waited for
+        self.used: set[int] = set()  # gathers that were waited for, others that will be later
+        self.awaited: set[int] = set()  # others that were waited for where the input does
         self.reached: dict[int, int] = {}  # unit -> members whose starts were passed
         self.flying: list[Unit] = []
         self.feeders = {unit.index: self._feeders(unit) for unit in units}
@@ -327,7 +328,9 @@ class _Scheduler:
         if unit.gathers:
             self._use_gather(place, node, unit)
         elif not self._is_reduction(unit) and unit.index not in self.used:
-            self.in_flight -= 0 if unit.index in self.used else unit.size_bytes
+            if unit.index not in self.awaited:
+                self.awaited.add(unit.index)
+                self.in_flight -= unit.size_bytes
             self.lanes.wait(unit.launch)
 
     # -- reductions ----------------------------------------------------------------------------------
