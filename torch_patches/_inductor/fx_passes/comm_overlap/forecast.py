@@ -71,7 +71,7 @@ def forecast(
     working = replace(skeleton, idle=skeleton.idle - buckets)
     found = shared_shard_bytes(skeleton)
     shards = {node: size for node, size in found.items() if node not in buckets}
-    costs = with_shared_costs(model.node_costs(graph, skeleton), shards, working, model)
+    costs = with_shared_costs(model.node_costs(graph, working), shards, working, model)
     parameters = frozenset(node for node in shards if node.op == "placeholder")
     # Pads and cuts of shards, which ranks with a short shard have and others have not.
     passed_on = skeleton.idle & shards.keys()

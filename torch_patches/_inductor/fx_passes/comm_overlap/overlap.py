@@ -45,6 +45,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Options,
     Plan,
     Skeleton,
+    Traffic,
 )
 
 log = logging.getLogger(__name__)
@@ -150,6 +151,7 @@ def _lost(way: Way, after: Forecast) -> str | None:
     made = {c.start.meta[BUCKET_MARK]["bucket"]: c for c in _made_now(after)}
     now = {c.start: c for c in after.skeleton.collectives}
     bucket_of = {m.index: i for i, b in enumerate(way.plan.buckets) for m in b.members}
+    trailing = _behind_reductions(after)
     for span in way.schedule.timeline.spans:
         bucket = bucket_of.get(span.collective.index)
         collective = now.get(span.collective.start) if bucket is None else made.get(bucket)
@@ -158,9 +160,23 @@ def _lost(way: Way, after: Forecast) -> str | None:
         first = min(place[wait] for wait in collective.waits)
         for hiding in span.hidden_by:
             where = place.get(hiding.node)  # None of a copy, which has other nodes now
-            if where is not None and not place[collective.start] < where < first:
+            if where is None or hiding.node in trailing:
+                continue
+            if not place[collective.start] < where < first:
                 return f"{hiding.node} no longer hides {collective.start}"
     return None
+
+
+def _behind_reductions(after: Forecast) -> set[fx.Node]:
+    """What is made of reduced gradients: it moves down with the waits, and hides what it may."""
+    reductions = [c for c in after.skeleton.collectives if c.traffic is Traffic.GRADIENT]
+    pending = [wait for reduction in reductions for wait in reduction.waits]
+    found = set(pending)
+    while pending:
+        fresh = [user for user in pending.pop().users if user not in found]
+        found.update(fresh)
+        pending.extend(fresh)
+    return found
 
 
 def _made_now(after: Forecast) -> list[Collective]:

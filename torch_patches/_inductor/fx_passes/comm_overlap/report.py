@@ -121,7 +121,7 @@ class Report:
         peak_bytes_before, peak_bytes_after: most live bytes, where inputs other than parameters die
             after their last use.
         held_peak_bytes_before, held_peak_bytes_after: where the caller holds them.
-        moved: nodes that a schedule placed anew.
+        moved: surviving nodes that stand elsewhere among the others.
         control_dependencies: edges that hold the order in Inductor.
         not_held: starts of collectives whose overlap they do not hold, since no compute under them
             is a kernel that may wait for another.
@@ -291,6 +291,7 @@ def build_report(
 ) -> Report:
     """Assembles the report of a run whose plan has been applied to ``graph``."""
     buckets = tuple(describe_bucket(bucket) for bucket in plan.buckets)
+    share = displaced_share(before.nodes, tuple(graph.nodes))
     return Report(
         mode=options.bucketing_mode,
         collectives_before=count_launches(before.collectives),
@@ -303,12 +304,18 @@ def build_report(
         max_span=max((b.span for b in buckets), default=0),
         max_topo_span=options.max_topo_span,
         closes=dict(Counter(b.close_reason for b in buckets)),
-        displaced_share=displaced_share(before.nodes, tuple(graph.nodes)),
+        displaced_share=share,
+        moved=round(share * _count_surviving(before.nodes, graph)),
         max_consecutive_compute_before=before.max_consecutive_compute,
         max_consecutive_compute_after=max_consecutive_compute_between_reduce_scatters(graph),
         operations=plan.operations,
         schedule_hash=schedule_hash(after),
     )
+
+
+def _count_surviving(before: Sequence[fx.Node], graph: fx.Graph) -> int:
+    known = set(before)
+    return sum(node in known and node.op == "call_function" for node in graph.nodes)
 
 
 def with_forecasts(report: Report, overlapped: Overlapped) -> Report:
@@ -330,7 +337,6 @@ def with_forecasts(report: Report, overlapped: Overlapped) -> Report:
         peak_bytes_after=after.peak_bytes,
         held_peak_bytes_before=before.held_peak_bytes,
         held_peak_bytes_after=after.held_peak_bytes,
-        moved=len(overlapped.plan.moves),
         spans=tuple(map(_describe_span, after.timeline.spans)),
     )
 

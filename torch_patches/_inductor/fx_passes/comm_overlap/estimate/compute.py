@@ -11,7 +11,7 @@ stated fallback, so every rank gets the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -48,14 +48,19 @@ class ComputeCost:
     launches: int
 
 
-def compute_costs(graph: fx.Graph, device: Device) -> dict[fx.Node, ComputeCost]:
+def compute_costs(
+    graph: fx.Graph, device: Device, idle: Set[fx.Node] = frozenset()
+) -> dict[fx.Node, ComputeCost]:
     """Cost of each node that computes; others, collectives among them, are not in it.
 
     Linear in nodes and edges.
+
+    Args:
+        idle: nodes that count as views.
     """
     return {
         node: ComputeCost(_milliseconds(node, traffic, device), int(traffic.launches))
-        for node, traffic in memory_traffic(graph).items()
+        for node, traffic in memory_traffic(graph, idle).items()
         if op_namespace(node.target) not in COLLECTIVE_NAMESPACES
     }
 

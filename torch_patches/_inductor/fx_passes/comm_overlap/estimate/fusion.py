@@ -13,7 +13,7 @@ lower bound of the traffic.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +21,12 @@ import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     does_work,
+    first_argument,
     is_cast,
     is_view,
     op_name,
     op_namespace,
     tensors_of,
-    viewed_node,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import decision_bytes, tensor_bytes
 
@@ -72,33 +72,47 @@ def is_kernel(node: fx.Node) -> bool:
     return node.op == "call_function" and does_work(node) and not is_view(node)
 
 
-def memory_traffic(graph: fx.Graph) -> dict[fx.Node, Traffic]:
-    """Traffic of every node that computes."""
-    regions = _regions(graph)
+def memory_traffic(graph: fx.Graph, idle: Set[fx.Node] = frozenset()) -> dict[fx.Node, Traffic]:
+    """Traffic of every node that computes.
+
+    Args:
+        idle: nodes that count as views, since only some ranks have them (pads of short shards).
+    """
+    regions = _regions(graph, idle)
     last = {regions[node]: node for node in graph.nodes if node in regions}
     seen: set[tuple[int, fx.Node]] = set()
     result: dict[fx.Node, Traffic] = {}
     for node in graph.nodes:
-        if not is_kernel(node):
+        if node not in regions:
             continue
         region = regions[node]
         read = 0
-        for source in dict.fromkeys(viewed_node(n) for n in node.all_input_nodes):
+        for source in dict.fromkeys(_source(n, idle) for n in node.all_input_nodes):
             if regions.get(source) == region or (region, source) in seen:
                 continue
             seen.add((region, source))
-            read += _read_bytes(node, source)
-        written = _bytes(node) if _leaves(node, regions) else 0
+            read += _read_bytes(node, source, idle)
+        written = _bytes(node) if _leaves(node, regions, idle) else 0
         result[node] = Traffic(read, written, last[region] is node)
     return result
 
 
-def _read_bytes(node: fx.Node, source: fx.Node) -> int:
+def _source(node: fx.Node, idle: Set[fx.Node]) -> fx.Node:
+    """What a node is a view of, or made from without work."""
+    while is_view(node) or (node in idle and node.op == "call_function"):
+        source = first_argument(node)
+        if not isinstance(source, fx.Node):
+            break
+        node = source
+    return node
+
+
+def _read_bytes(node: fx.Node, source: fx.Node, idle: Set[fx.Node]) -> int:
     """What a kernel reads of a tensor: the views it was given of it, at most all of it; rows that
     an embedding picks count as many as it returns."""
     if op_name(node.target) in ("embedding", "index_select", "gather", "index"):
         return min(_bytes(source), _bytes(node))
-    views = [n for n in node.all_input_nodes if viewed_node(n) is source]
+    views = [n for n in node.all_input_nodes if _source(n, idle) is source]
     return min(_bytes(source), sum(_bytes(view) for view in views))
 
 
@@ -106,7 +120,7 @@ def _bytes(node: fx.Node) -> int:
     return sum(decision_bytes(tensor_bytes(t)) for t in tensors_of(node.meta.get("val")))
 
 
-def _leaves(node: fx.Node, regions: Mapping[fx.Node, int]) -> bool:
+def _leaves(node: fx.Node, regions: Mapping[fx.Node, int], idle: Set[fx.Node]) -> bool:
     """Somebody outside of its region reads it, perhaps through views."""
     pending, seen = [node], {node}
     while pending:
@@ -114,29 +128,30 @@ def _leaves(node: fx.Node, regions: Mapping[fx.Node, int]) -> bool:
             if user in seen:
                 continue
             seen.add(user)
-            if is_view(user) or (user.op == "call_function" and not does_work(user)):
+            works = does_work(user) and user not in idle
+            if is_view(user) or (user.op == "call_function" and not works):
                 pending.append(user)
             elif regions.get(user) != regions[node]:
                 return True
     return False
 
 
-def _regions(graph: fx.Graph) -> dict[fx.Node, int]:
+def _regions(graph: fx.Graph, idle: Set[fx.Node]) -> dict[fx.Node, int]:
     """Region number of every node that computes; a non-fusible node is alone in its own."""
     levels: dict[fx.Node, int] = {}
     parent: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        kernel, fusible = is_kernel(node), is_fusible(node)
+        kernel, fusible = is_kernel(node) and node not in idle, is_fusible(node)
         level = 0
         for n in node.all_input_nodes:
-            heavy = is_kernel(n) and not is_fusible(n)
+            heavy = n in parent and not is_fusible(n)
             level = max(level, levels[n] + heavy)
         levels[node] = level
         if kernel:
             parent[node] = node
         if not (kernel and fusible):
             continue
-        for n in dict.fromkeys(viewed_node(n) for n in node.all_input_nodes):
+        for n in dict.fromkeys(_source(n, idle) for n in node.all_input_nodes):
             if n in parent and is_fusible(n) and levels[n] == level:
                 parent[_root(n, parent)] = _root(node, parent)
     numbers: dict[fx.Node, int] = {}

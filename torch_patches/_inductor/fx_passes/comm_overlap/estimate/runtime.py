@@ -17,7 +17,7 @@ through a table's file, which is one for all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -142,9 +142,9 @@ class RuntimeModel:
             EstimationError: from the custom estimation.
         """
         if self.table is None:
-            costs = compute_costs(graph, self.device)
+            costs = compute_costs(graph, self.device, skeleton.idle)
         else:
-            costs = _measured_costs(graph, self.device, self.table)
+            costs = _measured_costs(graph, self.device, self.table, skeleton.idle)
         if self.custom is None:
             return costs
         starts = {collective.start for collective in skeleton.collectives}
@@ -213,10 +213,10 @@ class RuntimeModel:
 
 
 def _measured_costs(
-    graph: fx.Graph, device: Device, table: CalibrationTable
+    graph: fx.Graph, device: Device, table: CalibrationTable, idle: Set[fx.Node]
 ) -> dict[fx.Node, ComputeCost]:
     """Roofline costs with the table's memory rate, and its arithmetic where it has the dtype."""
-    costs = compute_costs(graph, table.roofline_device(device))
+    costs = compute_costs(graph, table.roofline_device(device), idle)
     for node, cost in costs.items():
         amount = flops(node)
         if amount:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
+import torch
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
@@ -122,30 +123,44 @@ def _set(node: fx.Node, count: int, result: dict[fx.Node, int]) -> None:
 
 
 def _count_sources(payload: fx.Node, count: int, result: dict[fx.Node, int]) -> None:
-    """What a payload is rearranged and cast from, up to the graph's inputs."""
+    """What a payload is made from element by element, up to the graph's inputs."""
     pending, seen = [(payload, count)], {payload}
     while pending:
         node, count = pending.pop()
         _set(node, count, result)
-        if node.op != "call_function" or not passes_through(node):
+        if node.op != "call_function" or not _is_by_element(node):
             continue
         inputs = data_inputs(node)
         for source in inputs:
             if source not in seen:
                 seen.add(source)
-                # The parts that are copied into a bucket are even.
-                pending.append((source, count if len(inputs) == 1 else _elements(source)))
+                # The parts that are copied into a bucket are even, and scales are no shards.
+                same = len(inputs) == 1 or _elements(source) == _elements(node)
+                pending.append((source, count if same else _elements(source)))
+
+
+def _is_by_element(node: fx.Node) -> bool:
+    """Rearranges, casts, communicates, or computes each element from one of each input."""
+    if passes_through(node):
+        return True
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def _count_results(
     root: fx.Node, count: int, starts: Set[fx.Node], result: dict[fx.Node, int]
 ) -> None:
-    """What is made from a reduced gradient, up to the graph's outputs or the next reduction."""
+    """What is made from a reduced gradient, up to the graph's outputs or the next reduction, and
+    what it is combined with there: the optimizer's state."""
     pending, seen = [root], {root}
     _set(root, count, result)
     while pending:
         for user in pending.pop().users:
-            if user.op != "output" and user not in seen and user not in starts:
-                seen.add(user)
-                _set(user, count, result)
-                pending.append(user)
+            if user.op == "output" or user in seen or user in starts:
+                continue
+            seen.add(user)
+            _set(user, count, result)
+            pending.append(user)
+            for source in user.all_input_nodes:
+                if source not in result and _elements(source) == _elements(user):
+                    _count_sources(source, count, result)

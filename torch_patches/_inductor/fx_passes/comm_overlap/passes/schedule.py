@@ -219,6 +219,17 @@ class _Scheduler:
                 return False
         return True
 
+    def _is_room_for_long(self, over: range, limit: int) -> bool:
+        """Looked at slot by slot only where it is near; far away by the highest slot behind."""
+        self.operations += 1
+        if self.track.peak_behind[over.start] + self.extra <= limit:
+            return True
+        near = self.limits.prefetch_kernels
+        if near is not None and len(over) > near:
+            return False
+        self.operations += len(over)
+        return self._is_room(over.start, over.stop, limit)
+
     def _start_gather(self, unit: Unit, place: int) -> None:
         use = self.track.slot[unit.use]
         for gather in unit.gathers:
@@ -288,9 +299,11 @@ class _Scheduler:
         reached = self.reached.get(unit.index, 0) == len(unit.members)
         if not reached or self.feeders[unit.index] or unit.index in self.started:
             return
+        reduction = self._is_reduction(unit)
+        if reduction:
+            self._make_way(unit, place)
         if place != self.track.place[unit.members[0].start]:
             self.moves.extend(Move(member.start, place) for member in unit.members)
-        reduction = self._is_reduction(unit)
         # Payloads and a bucket, or the copy that an all-reduce sends, live side by side.
         doubled = unit.members[0].kind is CollectiveKind.ALL_REDUCE and len(unit.members) > 1
         if doubled or unit.copy_in is not None:
@@ -301,6 +314,15 @@ class _Scheduler:
         elif len(unit.members) == 1:
             self._plan_late_wait(unit.members[0])
 
+    def _make_way(self, unit: Unit, place: int) -> None:
+        """Waits for the oldest reductions where one more would be too much in flight."""
+        bound = self.limits.in_flight_bytes
+        while bound is not None and self.in_flight + unit.size_bytes > bound:
+            flying = self._collectable()
+            if not flying:
+                return
+            self._collect(flying[0], place)
+
     def _plan_late_wait(self, collective: Collective) -> None:
         """A wait of another collective goes to its first use, if its payload may live so long."""
         track = self.track
@@ -310,9 +332,11 @@ class _Scheduler:
         size = collective.size_bytes
         last = max(track.place[wait] for wait in collective.waits)
         over = range(track.slot[last] + 1, track.slot[use] + 1)
-        self.operations += len(over)
         limit = self.limits.peak_bytes - size - self.held
-        if over and self._is_room(over.start, over.stop, limit):
+        bound = self.limits.in_flight_bytes
+        if not over or (bound is not None and self.in_flight > bound):
+            return
+        if self._is_room_for_long(over, limit):
             self._occupy(over.start, over.stop, size)
             self.late_waits.setdefault(use, []).append(collective)
             self.used.add(collective.index)

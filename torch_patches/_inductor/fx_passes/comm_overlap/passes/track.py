@@ -47,6 +47,7 @@ class Track:
         fixed_bytes: by slot, the most that lives there without the outputs of movable gathers
             (from start to first use) and without the inputs of gradient reductions.
         peak_bytes: the same with that input at the places where reductions start in the input.
+        peak_behind: by slot, the largest of these from there on.
         start_bytes: index of a reduction -> what lives at that place, its input included.
         gathers: parameter gathers, by index, in order of use.
         reductions: gradient reductions, by index.
@@ -63,6 +64,7 @@ class Track:
     slot: Sequence[int]
     fixed_bytes: Sequence[int]
     peak_bytes: Sequence[int]
+    peak_behind: Sequence[int]
     start_bytes: Mapping[int, int]
     gathers: Mapping[int, Gather]
     reductions: Mapping[int, Collective]
@@ -117,6 +119,7 @@ def read_track(
         slot=slot,
         fixed_bytes=by_slot,
         peak_bytes=peaks,
+        peak_behind=list(accumulate(reversed(peaks), max))[::-1],
         start_bytes={index: starts[place[c.start]] for index, c in reductions.items()},
         gathers={gather.collective.index: gather for gather in gathers},
         reductions=reductions,
