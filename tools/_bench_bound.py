@@ -17,7 +17,7 @@ Dependent collectives cannot share a bucket: merging does not beat the bound.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch.fx as fx
@@ -60,7 +60,9 @@ def lower_bound(graph: fx.Graph, skeleton: Skeleton, model: RuntimeModel) -> Low
     Takes (collectives^2 * compute nodes) multiplications and (collectives * nodes) bits: a second
     for 10,000 nodes and 700 collectives.
     """
-    costs = {n: c.ms for n, c in model.node_costs(graph, skeleton).items()}
+    costs = {
+        n: c.ms for n, c in model.node_costs(graph, replace(skeleton, idle=frozenset())).items()
+    }
     table = _Table.of(graph, skeleton, costs, model)
     groups = {c.group for c in skeleton.collectives}
     within = [table.heaviest([c for c in skeleton.collectives if c.group == g]) for g in groups]

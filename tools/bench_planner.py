@@ -27,7 +27,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,8 @@ def measure(
         labels: what process groups are for, by name.
     """
     skeleton = collect(graph)
-    costs = model.node_costs(graph, skeleton)
+    # Planners leave out what only ranks with a short shard do; here torch's copies shall count.
+    costs = model.node_costs(graph, replace(skeleton, idle=frozenset()))
     timeline = simulate(graph.nodes, skeleton, model, costs)
     inputs = graph.find_nodes(op="placeholder")
     exposed = timeline.exposed_by_group()
