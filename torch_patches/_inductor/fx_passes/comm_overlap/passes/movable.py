@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import is_view
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     BarrierKind,
     Collective,
@@ -33,7 +34,8 @@ class Gather:
         earliest: first place where what those need exists.
         start, use: places of its start and of its first wait.
         latest: last place in front of which it can start: its use, or a side effect before that.
-        flight_bytes: the most that lives between the two because of it: its result, and its payload.
+        flight_bytes: what lives between the two because of it: its result, and its payload where
+            that is made for it (the padding of short shards apart).
     """
 
     collective: Collective
@@ -95,9 +97,10 @@ def _gather(
     needed = [place[n] for node in inside for n in node.all_input_nodes if n not in inside]
     earliest = max(behind, *needed, -1) + 1
     use = min(place[wait] for wait in collective.waits)
-    ranks = collective.key.group_size if collective.key is not None else None
-    # On ranks with a short shard the payload is a padded copy, and all ranks shall count alike.
-    size = collective.size_bytes + collective.size_bytes // max(ranks or 1, 1)
+    size = collective.size_bytes
+    if any(not is_view(node) and node not in idle for node in preparation):
+        ranks = collective.key.group_size if collective.key is not None else None
+        size += size // max(ranks or 1, 1)
     return Gather(collective, preparation, earliest, start, use, min(use, before), size)
 
 
