@@ -92,6 +92,23 @@ class TestForms:
         assert targets(after).count("_c10d_functional.wait_tensor.default") == 2
         assert not [t for t in targets(after) if "cat" in t or "copy" in t or "clone" in t]
 
+    def test_waits_stand_together_whether_or_not_they_read_a_view_of_the_start(self):
+        """A view that one rank alone has would else keep a wait, and its memory, further down."""
+
+        def order(op):
+            b = GraphBuilder()
+            one, other = (b.all_gather(b.placeholder(4), 2, "g") for _ in range(2))
+            h = b.call(aten.neg, b.wait(one))
+            view = other if op is None else b.call(op, other)
+            gm = b.output(b.call(aten.add.Tensor, h, b.wait(view)))
+            after, _ = optimized(gm, "coalesced")
+            return [
+                t for t in targets(after) if t.startswith(("aten.", "_c10d")) and "alias" not in t
+            ]
+
+        assert order(None) == order(aten.alias)
+        assert order(None)[-4:-2] == ["_c10d_functional.wait_tensor.default"] * 2
+
     @pytest.mark.parametrize(
         ("way", "copy_out"), [("default", "_foreach_copy"), ("eager", "split_with_sizes_copy")]
     )

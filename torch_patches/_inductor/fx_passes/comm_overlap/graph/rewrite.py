@@ -75,7 +75,7 @@ def apply_plan(
     _place_moved(placement, plan, renamed, merged)
     precedence = Precedence(_carried_over(pairs, renamed, merged))
     for result in merged:
-        for node in result.start_nodes:
+        for node in (*result.start_nodes, *result.wait_nodes):  # waits may read views of starts
             placement.hoist_inputs(node, precedence)
     order = smallest_order(graph.nodes, precedence, placement)
     if order is None:

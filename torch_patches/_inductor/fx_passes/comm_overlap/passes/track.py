@@ -98,6 +98,8 @@ def read_track(
     starts = {place[c.start]: fixed[place[c.start]] + c.size_bytes for c in reductions.values()}
     by_slot, peaks = [0] * (slot[-1] + 1), [0] * (slot[-1] + 1)
     for number, size in enumerate(fixed):
+        if order[number] in skeleton.idle:
+            continue  # a pad of one rank: the others have no such place
         if number not in starts:
             by_slot[slot[number]] = max(by_slot[slot[number]], size)
         peaks[slot[number]] = max(peaks[slot[number]], starts.get(number, size))
