@@ -450,6 +450,28 @@ class TestPlacement:
 
         assert order(no_ops=True) == order(no_ops=False)
 
+    @pytest.mark.parametrize("way", WAYS)
+    def test_a_bucket_stands_behind_those_that_feed_it(self, way):
+        """g0 -> RS -> AR, g1 -> RS -> AR, mm x 8, g2 -> RS: what the last one needs does not move up
+        with the all-reduces, over other compute (neg), with or without a view in front of one."""
+
+        def order(no_ops):
+            b = GraphBuilder()
+            x, y, waits = b.placeholder(4, 4), b.placeholder(4), []
+            for place in range(3):
+                for _ in range(1 if place < 2 else 8):
+                    x, y = b.call(aten.mm, x, x), b.call(aten.neg, y)
+                w = b.scatter_and_wait(x, "sum", 2, "g")
+                w = b.call(aten.alias, w) if no_ops and place == 1 else w
+                waits.append(b.reduce_and_wait(w, "sum", "h") if place < 2 else w)
+            after, report = optimized(b.output(x, y, *waits), way)
+            assert [len(bucket.members) for bucket in report.buckets] == [3, 2]
+            names = [t for t in targets(after) if "alias" not in t]
+            assert names[:20] == ["aten.mm.default", "aten.neg.default"] * 10
+            return names
+
+        assert order(no_ops=True) == order(no_ops=False)
+
 
 class TestMetrics:
     def test_max_consecutive_compute_counts_from_the_start_or_the_last_scatter(self):

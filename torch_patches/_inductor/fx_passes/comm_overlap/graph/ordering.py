@@ -113,15 +113,22 @@ class Placement:
             self.keys[node] = (slot, _NEW, self._placed)
             self._placed += 1
 
-    def hoist_inputs(self, start: fx.Node, precedence: Precedence) -> None:
-        """Lowers the keys of everything that must precede ``start`` but stands behind it."""
+    def hoist_inputs(self, start: fx.Node, precedence: Precedence, idle: Set[fx.Node]) -> None:
+        """Lowers the keys of everything that must precede ``start`` but stands behind it.
+
+        A node in front of it ends the search, unless it does no work: then it is as if its users
+        read what it reads.
+        """
         limit = self.key(start)
-        pending = precedence.predecessors(start)
+        pending, passed = precedence.predecessors(start), set[fx.Node]()
         while pending:
             node = pending.pop()
             key = self.key(node)
             if key > limit:
                 self.keys[node] = (limit[0], _HOISTED, key[0])
+                pending.extend(precedence.predecessors(node))
+            elif node in idle and node not in passed:
+                passed.add(node)
                 pending.extend(precedence.predecessors(node))
 
 

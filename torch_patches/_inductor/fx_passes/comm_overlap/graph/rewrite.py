@@ -17,7 +17,7 @@ traced.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch.fx as fx
 
@@ -34,6 +34,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.ordering import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Bucket,
+    Collective,
     MergeForm,
     Plan,
     Skeleton,
@@ -60,7 +61,7 @@ def apply_plan(
     numbers = number_nodes(graph)
     pairs = (*skeleton.order_dependencies, *plan.dependencies)
     precedence = Precedence(pairs)
-    slots = [choose_slot(bucket, numbers, precedence, skeleton.idle) for bucket in plan.buckets]
+    slots = _choose_slots(plan.buckets, skeleton, numbers, precedence)
     placement = Placement(numbers)
     emitter = Emitter(graph, {node for pair in pairs for node in pair}, run_eagerly)
     merged: list[Merged] = []
@@ -76,11 +77,38 @@ def apply_plan(
     precedence = Precedence(_carried_over(pairs, renamed, merged))
     for result in merged:
         for node in (*result.start_nodes, *result.wait_nodes):  # waits may read views of starts
-            placement.hoist_inputs(node, precedence)
+            placement.hoist_inputs(node, precedence, skeleton.idle)
     order = smallest_order(graph.nodes, precedence, placement)
     if order is None:
         raise CycleError("the planned buckets close a cycle")
     relink(graph, order)
+
+
+def _choose_slots(
+    buckets: Sequence[Bucket],
+    skeleton: Skeleton,
+    numbers: Mapping[fx.Node, int],
+    precedence: Precedence,
+) -> list[int]:
+    """A bucket goes behind those that feed its members; else compute would be hoisted with them."""
+    bucket_of = {m.index: place for place, bucket in enumerate(buckets) for m in bucket.members}
+    found: dict[int, int] = {}
+
+    def slot_of(place: int) -> int:
+        if place not in found:
+            found[place] = choose_slot(buckets[place], numbers, precedence, skeleton.idle)
+            feeding = {bucket_of[f] for m in buckets[place].members for f in feeders(m)}
+            found[place] = max(found[place], *map(slot_of, feeding | {place}))
+        return found[place]
+
+    def feeders(member: Collective) -> Iterator[int]:
+        feeder = member.feeder
+        while feeder is not None:
+            if feeder in bucket_of:
+                yield feeder
+            feeder = skeleton.collectives[feeder].feeder
+
+    return [slot_of(place) for place in range(len(buckets))]
 
 
 def _emit(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
