@@ -6,8 +6,6 @@ attributes and keyword arguments) are checked to be identifiers on loading.
 
 from __future__ import annotations
 
-import keyword
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +13,11 @@ import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from torch_patches.testing._captured_modules import (
+    ModuleStackEncoder,
+    decode_module_stacks,
+    is_identifier,
+)
 from torch_patches.testing._captured_targets import (
     CaptureFormatError,
     TargetDecoder,
@@ -26,19 +29,17 @@ from torch_patches.testing._captured_values import ValueDecoder, ValueEncoder
 _PLAIN_META = ("ac_graph_id", "partitioner_tag", "seq_nr", "autograd_backward", "is_backward")
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 _MAX_CUSTOM_DEPTH = 16
-_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 class GraphEncoder:
     """Encodes the graphs of one file.
 
-    ``stacks`` collects the distinct module stacks; nodes refer to them by index.
+    ``stacks`` collects the distinct module stacks.
     """
 
     def __init__(self) -> None:
         self.values = ValueEncoder()
-        self.stacks: list[list[str]] = []
-        self._stack_index: dict[tuple[str, ...], int] = {}
+        self.stacks = ModuleStackEncoder()
 
     def graph(self, module: fx.GraphModule) -> dict[str, Any]:
         attributes: dict[str, Any] = {}
@@ -85,18 +86,12 @@ class GraphEncoder:
             encoded["recompute"] = meta["recompute"].name
         for key in _STACKS:
             if meta.get(key):
-                encoded[key] = self._stack(tuple(str(entry[0]) for entry in meta[key].values()))
+                encoded[key] = self.stacks.index(meta[key])
         if isinstance(meta.get("custom"), dict):
             encoded["custom"] = _plain(meta["custom"], _MAX_CUSTOM_DEPTH)
         if meta.get("desc") is not None:
             encoded["desc"] = self.values.descriptor(meta["desc"])
         return encoded
-
-    def _stack(self, paths: tuple[str, ...]) -> int:
-        if paths not in self._stack_index:
-            self._stack_index[paths] = len(self.stacks)
-            self.stacks.append(list(paths))
-        return self._stack_index[paths]
 
 
 def _plain(value: Any, depth: int) -> Any:
@@ -113,10 +108,12 @@ def _plain(value: Any, depth: int) -> Any:
 class GraphDecoder:
     """Rebuilds the graphs of one file, given its tables."""
 
-    def __init__(self, hints: Mapping[str, int | None], stacks: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self, hints: Mapping[str, int | None], stacks: Sequence[Sequence[str]], classes: Any = None
+    ) -> None:
         self._targets = TargetDecoder()
         self.values = ValueDecoder(hints, self._targets)
-        self._stacks = [_module_stack(paths) for paths in stacks]
+        self._stacks = decode_module_stacks(stacks, classes)
 
     def graph(self, encoded: Mapping[str, Any]) -> fx.GraphModule:
         root = torch.nn.Module()
@@ -174,13 +171,7 @@ class GraphDecoder:
 
 
 def _check_identifier(name: Any) -> str:
-    if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name) or keyword.iskeyword(name):
+    if not is_identifier(name):
         raise CaptureFormatError(f"not an identifier: {str(name)[:200]!r}")
+    assert isinstance(name, str)
     return name
-
-
-def _module_stack(paths: Sequence[str]) -> dict[str, tuple[str, type]]:
-    """As torch has it, (path, class) by a key without meaning; the class is not recorded."""
-    if not all(isinstance(path, str) for path in paths):
-        raise CaptureFormatError(f"not a list of module paths: {str(paths)[:200]}")
-    return {path: (path, torch.nn.Module) for path in paths}

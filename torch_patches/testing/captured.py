@@ -6,9 +6,10 @@
 
 A file is gzipped JSON: nodes with their targets, arguments, tensor metadata and the metadata that
 passes use; subgraphs; process groups with their ranks.  There are no tensor data, stack traces or
-paths of the machine that captured.  Loading a file from anywhere is safe: names only select from
-lists in this package (see ``_captured_targets``), everything that ends up in generated code is an
-identifier, and sizes are bounded.  Anything else raises :class:`CaptureFormatError`.
+paths of the machine that captured; of a module's class there is the name (``_captured_modules``).
+Loading a file from anywhere is safe: names only select from lists in this package (see
+``_captured_targets``), everything that ends up in generated code is an identifier, and sizes are
+bounded.  Anything else raises :class:`CaptureFormatError`.
 """
 
 from __future__ import annotations
@@ -205,6 +206,7 @@ def _encode_document(
 ) -> dict[str, Any]:
     encoder = GraphEncoder()
     encoded = {name: encoder.graph(module) for name, module in graphs.items()}
+    classes = encoder.stacks.classes
     return {
         "format": FORMAT,
         "torch": torch_version,
@@ -214,13 +216,16 @@ def _encode_document(
             for name, group in groups.items()
         },
         "symbols": encoder.values.symbols.hints,
-        "module_stacks": encoder.stacks,
+        "module_stacks": encoder.stacks.paths,
+        **({} if classes is None else {"module_classes": classes}),
         "graphs": encoded,
     }
 
 
 def _decode_document(document: dict[str, Any]) -> Captured:
-    decoder = GraphDecoder(document["symbols"], document["module_stacks"])
+    decoder = GraphDecoder(
+        document["symbols"], document["module_stacks"], document.get("module_classes")
+    )
     graphs = {name: decoder.graph(graph) for name, graph in document["graphs"].items()}
     groups: dict[str, tuple[int, ...]] = {}
     descriptions: dict[str, str] = {}
