@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from unittest import mock
 
 import torch.distributed as dist
 import torch.fx as fx
 from torch._inductor import comm_analysis, config
 from torch._inductor import utils as inductor_utils
-from torch._inductor.fx_passes import overlap_scheduling
+from torch._inductor.fx_passes import overlap_manual_scheduling, overlap_scheduling
 from torch._inductor.fx_passes.fsdp import pre_bucket_fsdp_collectives
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.distributed import distributed_c10d
@@ -124,6 +124,20 @@ def schedule(
         prefix = "aten_distributed_optimizations."
         stack.enter_context(config.patch({prefix + n: value for n, value in flags.items()}))
         return overlap_scheduling.schedule_overlap_bucketing_from_inductor_configs(gm)
+
+
+def manual(gm: fx.GraphModule, plan: Sequence[list[str] | str], device: Device) -> fx.GraphModule:
+    """torch's module bucketing, with the defaults of its function.
+
+    Needs :func:`process_groups`.
+
+    Args:
+        gm: changed in place.
+        plan: module names; a list is one bucket.
+        device: whose constants torch sees where it asks.
+    """
+    with device_constants(device), quiet():
+        return overlap_manual_scheduling.manual_overlap_bucketing(gm, list(plan))
 
 
 def _pre_bucketed(gm: fx.GraphModule) -> None:

@@ -19,17 +19,12 @@ included); launches by kind.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import sys
-import time
-import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch.fx as fx
 
@@ -39,22 +34,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import _bench_captures
 import _bench_torch
 from _bench_bound import lower_bound
+from _bench_measure import GIB, Planner, measure, planned
 
 import torch_patches
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import peak_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import simulate
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
-from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind, Traffic
-from torch_patches.testing.backends import as_on_gpu
 from torch_patches.testing.captured import load_captured
 
-GIB = 2**30
 INPUT, TORCH_PRE, TORCH, OURS = "input", "torch+pre", "torch", "ours"
 #: torch deciding by our times instead of its own formulas (``--torch-estimates``).
 TORCH_PRE_OUR_TIMES, TORCH_OUR_TIMES = "torch+pre, our times", "torch, our times"
-#: Changes a graph, in place or not, and returns the result.
-Planner = Callable[[fx.GraphModule], fx.GraphModule]
 
 
 @dataclass(frozen=True)
@@ -123,67 +112,15 @@ def planners(arguments: argparse.Namespace, model: RuntimeModel) -> dict[str, Pl
 
 def run_case(path: Path, graph: str, name: str, planner: Planner, model: RuntimeModel) -> Case:
     """Loads ``graph`` afresh, plans and measures it.  An exception of the planner is a result."""
-    captured = load_captured(path)
-    gm = captured.graphs[graph]
     label = path.name.removesuffix(".json.gz")
-    with as_on_gpu(), _bench_torch.process_groups(captured.groups):
-        kept = gathered_inputs(gm.graph)
-        gc.collect()
-        start = time.process_time()
-        try:
-            after = planner(gm)
-        except Exception as error:
-            traceback.print_exc(limit=-4)
-            return Case(label, graph, name, error=f"{type(error).__name__}: {error!s:.200}")
-        cpu_s = time.process_time() - start
-        measured = measure(after.graph, kept, model, captured.group_descriptions)
+    with planned(path, graph, planner) as done:
+        if done.error:
+            return Case(label, graph, name, error=done.error)
+        measured = measure(done, model)
         if name == INPUT:
-            bound = lower_bound(after.graph, collect(after.graph), model)
+            bound = lower_bound(done.gm.graph, collect(done.gm.graph), model)
             measured |= {"bound_ms": bound.ms, "floor_ms": bound.floor_ms}
-        return Case(label, graph, name, cpu_s=cpu_s, **measured)
-
-
-def measure(
-    graph: fx.Graph, kept: set[int], model: RuntimeModel, labels: Mapping[str, str]
-) -> dict[str, Any]:
-    """What :class:`Case` says of a finished graph.
-
-    Args:
-        kept: places of the inputs that are never freed.
-        labels: what process groups are for, by name.
-    """
-    skeleton = collect(graph)
-    # Planners leave out what only ranks with a short shard do; here torch's copies shall count.
-    costs = model.node_costs(graph, replace(skeleton, idle=frozenset()))
-    timeline = simulate(graph.nodes, skeleton, model, costs)
-    inputs = graph.find_nodes(op="placeholder")
-    exposed = timeline.exposed_by_group()
-    freed = peak_bytes(graph, free_inputs=True, kept={inputs[place] for place in kept})
-    return {
-        "total_ms": timeline.total_ms,
-        "compute_ms": timeline.compute_ms,
-        "exposed_ms": {labels.get(group) or group: ms for group, ms in exposed.items()},
-        "peak_bytes": peak_bytes(graph).peak_bytes,
-        "freed_peak_bytes": freed.peak_bytes,
-        "launches": dict(Counter(c.kind.value for c in skeleton.collectives)),
-        "nodes": len(graph.nodes),
-    }
-
-
-def gathered_inputs(graph: fx.Graph) -> set[int]:
-    """Places of the inputs that parameter gathers read: the caller holds them anyway."""
-    pending = [
-        c.start
-        for c in collect(graph).collectives
-        if c.kind is CollectiveKind.ALL_GATHER and c.traffic is Traffic.PARAMETER
-    ]
-    seen = set(pending)
-    while pending:
-        fresh = [n for n in pending.pop().all_input_nodes if n not in seen]
-        seen.update(fresh)
-        pending.extend(fresh)
-    inputs = graph.find_nodes(op="placeholder")
-    return {place for place, node in enumerate(inputs) if node in seen}
+        return Case(label, graph, name, cpu_s=done.cpu_s, **measured)
 
 
 # -- output ---------------------------------------------------------------------------------------

@@ -1,0 +1,125 @@
+"""How the benches run a planner on a captured graph, and what they measure of the result."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import _bench_torch
+import torch.fx as fx
+
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import peak_bytes
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Timeline, simulate
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind, Skeleton, Traffic
+from torch_patches.testing.backends import as_on_gpu
+from torch_patches.testing.captured import load_captured
+
+GIB = 2**30
+#: Changes a graph, in place or not, and returns the result.
+Planner = Callable[[fx.GraphModule], fx.GraphModule]
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A graph after a planner.
+
+    Args:
+        gm: the result; the input where there is an error.
+        error: the planner's exception in a line, or empty.
+        cpu_s: process time of the planner.
+        kept: places of the inputs that are never freed.
+        activations: names of the input's starts that carry neither parameters nor gradients.
+        labels: what process groups are for, by name.
+    """
+
+    gm: fx.GraphModule
+    error: str = ""
+    cpu_s: float = 0.0
+    kept: frozenset[int] = frozenset()
+    activations: frozenset[str] = frozenset()
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def planned(path: Path, graph: str, planner: Planner) -> Iterator[Planned]:
+    """Loads ``graph`` afresh and plans it.  Its process groups exist until the context ends.
+
+    An exception of the planner is a result.
+    """
+    captured = load_captured(path)
+    gm = captured.graphs[graph]
+    with as_on_gpu(), _bench_torch.process_groups(captured.groups):
+        kept = frozenset(gathered_inputs(gm.graph))
+        others = (c for c in collect(gm.graph).collectives if c.traffic is Traffic.OTHER)
+        activations = frozenset(c.start.name for c in others)
+        gc.collect()
+        start = time.process_time()
+        try:
+            after = planner(gm)
+        except Exception as error:
+            traceback.print_exc(limit=-4)
+            yield Planned(gm, f"{type(error).__name__}: {error!s:.200}")
+            return
+        cpu_s = time.process_time() - start
+        yield Planned(after, "", cpu_s, kept, activations, captured.group_descriptions)
+
+
+@dataclass(frozen=True, eq=False)
+class Simulated:
+    """A finished graph as the simulator sees it; ``costs`` are those of its compute nodes."""
+
+    skeleton: Skeleton
+    costs: Mapping[fx.Node, ComputeCost]
+    timeline: Timeline
+
+
+def simulated(graph: fx.Graph, model: RuntimeModel) -> Simulated:
+    """The run of ``graph`` as it stands."""
+    skeleton = collect(graph)
+    # Planners leave out what only ranks with a short shard do; here torch's copies shall count.
+    costs = model.node_costs(graph, replace(skeleton, idle=frozenset()))
+    return Simulated(skeleton, costs, simulate(graph.nodes, skeleton, model, costs))
+
+
+def measure(done: Planned, model: RuntimeModel) -> dict[str, Any]:
+    """The figures of a finished graph that both benches report."""
+    graph = done.gm.graph
+    run = simulated(graph, model)
+    inputs = graph.find_nodes(op="placeholder")
+    exposed = run.timeline.exposed_by_group()
+    freed = peak_bytes(graph, free_inputs=True, kept={inputs[place] for place in done.kept})
+    return {
+        "total_ms": run.timeline.total_ms,
+        "compute_ms": run.timeline.compute_ms,
+        "exposed_ms": {done.labels.get(group) or group: ms for group, ms in exposed.items()},
+        "peak_bytes": peak_bytes(graph).peak_bytes,
+        "freed_peak_bytes": freed.peak_bytes,
+        "launches": dict(Counter(c.kind.value for c in run.skeleton.collectives)),
+        "nodes": len(graph.nodes),
+    }
+
+
+def gathered_inputs(graph: fx.Graph) -> set[int]:
+    """Places of the inputs that parameter gathers read: the caller holds them anyway."""
+    pending = [
+        c.start
+        for c in collect(graph).collectives
+        if c.kind is CollectiveKind.ALL_GATHER and c.traffic is Traffic.PARAMETER
+    ]
+    seen = set(pending)
+    while pending:
+        fresh = [n for n in pending.pop().all_input_nodes if n not in seen]
+        seen.update(fresh)
+        pending.extend(fresh)
+    inputs = graph.find_nodes(op="placeholder")
+    return {place for place, node in enumerate(inputs) if node in seen}
