@@ -51,6 +51,8 @@ class Side:
     Args:
         error: why there is no result; all else is then 0.
         total_ms, compute_ms: of the simulated run, and of its compute nodes alone.
+        uncorrected_ms: of the run where torch's copies into gathers are taken to write the whole
+            gathered buffer, as the first table of ``planner.md`` has it.
         exposed_ms: by process group.
         peak_bytes, freed_peak_bytes: inputs held; inputs freed, gathered parameters kept.
         launches: by kind.
@@ -62,6 +64,7 @@ class Side:
     error: str = ""
     total_ms: float = 0.0
     compute_ms: float = 0.0
+    uncorrected_ms: float = 0.0
     exposed_ms: dict[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
     freed_peak_bytes: int = 0
@@ -175,7 +178,8 @@ def side(done: Planned, model: RuntimeModel) -> Side:
         and span.collective.start.name not in done.activations
     ]
     hidden = sum(not _bench_blocks.is_exposed(span, model) for span in carrying)
-    figures = measure(done, model)
+    before = simulated(done.gm.graph, model, uncorrected=True).timeline.total_ms
+    figures = measure(done, model) | {"uncorrected_ms": before}
     return Side(cpu_s=done.cpu_s, hidden=hidden, carrying=len(carrying), **figures)
 
 
