@@ -10,6 +10,7 @@ Inductor compiler; it changes nothing while the flags are at their defaults::
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from torch_patches import _hooks
@@ -18,18 +19,22 @@ from torch_patches._hooks import uninstall
 from torch_patches.config import FlagError
 
 if TYPE_CHECKING:
+    from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import ModulePlanError
     from torch_patches._inductor.fx_passes.comm_overlap.report import (
         max_consecutive_compute_between_reduce_scatters,
     )
+    from torch_patches.module_plans import plan_from_modules
     from torch_patches.optimize import optimize_graph
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FlagError",
+    "ModulePlanError",
     "__version__",
     "max_consecutive_compute_between_reduce_scatters",
     "optimize_graph",
+    "plan_from_modules",
     "uninstall",
 ]
 
@@ -37,14 +42,18 @@ _config.register_flags()
 _hooks.install()
 
 
+#: Imported on first use: a compile does not need them.
+_LAZY = {
+    "ModulePlanError": "torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan",
+    "max_consecutive_compute_between_reduce_scatters": (
+        "torch_patches._inductor.fx_passes.comm_overlap.report"
+    ),
+    "optimize_graph": "torch_patches.optimize",
+    "plan_from_modules": "torch_patches.module_plans",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """The functions on graphs are imported on first use: a compile does not need them."""
-    if name == "optimize_graph":
-        from torch_patches.optimize import optimize_graph
-
-        return optimize_graph
-    if name == "max_consecutive_compute_between_reduce_scatters":
-        from torch_patches._inductor.fx_passes.comm_overlap import report
-
-        return report.max_consecutive_compute_between_reduce_scatters
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,9 +35,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, Recorde
 
 logger = logging.getLogger(__name__)
 
-MODES_READING_NAMES: frozenset[str] = frozenset()
-"""Bucketing modes whose plan reads parameter or module names (none of those that exist does)."""
-
 JOINT_PASSES = "joint_custom_post_pass"
 POST_GRAD_PASSES = "post_grad_custom_post_pass"
 
@@ -70,22 +67,27 @@ class _PipelinePass(CustomGraphPass):
         options = _cacheable(self.options)
         if options is None:
             return None
-        inputs = inputs_digest(self.recorded)
+        inputs = inputs_digest(self.recorded, self.options.reads_modules)
         return (type(self).__name__, _pipeline().source_digest(), options, inputs)
 
 
 def _cacheable(options: Options) -> str | None:
     """The options as text that is equal in all processes, or None if a function among them cannot
     be told apart from others."""
-    if not options.has_known_estimation:
-        _warn_once(
-            "uncacheable estimation",
-            "custom_runtime_estimation = %r cannot be told apart from other functions, so compiles "
-            "that use it are not cached: give it a uuid(), or make it a function of a module",
-            options.custom_runtime_estimation,
-        )
-        return None
-    return repr(options)
+    known = {
+        "custom_runtime_estimation": (options.custom_runtime_estimation, options.estimation_digest),
+        "module_stack_fn": (options.module_stack_fn, options.module_stack_digest),
+    }
+    for name, (function, digest) in known.items():
+        if function is not None and digest is None:
+            _warn_once(
+                f"uncacheable {name}",
+                "%s = %r cannot be told apart from other functions, so compiles that use it are not "
+                "cached: give it a uuid(), or make it a function of a module",
+                name,
+                function,
+            )
+    return repr(options) if options.has_known_functions else None
 
 
 class JointPass(_PipelinePass):
@@ -197,16 +199,20 @@ def _names(model: Any) -> Iterator[str]:
             yield f"module {entry[0]}"
 
 
-def inputs_digest(recorded: Sequence[RecordedInput]) -> str:
-    """Digest of what tags take from the inputs to decide: their kinds, in order."""
-    facts = [record.kind.value for record in recorded]
+def inputs_digest(recorded: Sequence[RecordedInput], reads_names: bool = False) -> str:
+    """Digest of what tags take from the inputs to decide: their kinds, in order; and the names and
+    the order of registration where those decide."""
+    facts = [
+        (record.kind.value, record.name, record.index) if reads_names else record.kind.value
+        for record in recorded
+    ]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def metadata_digest(model: Any, reads_names: bool, recorded: Sequence[RecordedInput] = ()) -> str:
     """Digest of the facts beside the graph's code that decide a plan."""
     digest = hashlib.sha256(repr(_process_group_sizes()).encode())
-    digest.update(inputs_digest(recorded).encode())
+    digest.update(inputs_digest(recorded, reads_names).encode())
     if reads_names:
         for name in _names(model):
             digest.update(repr(name).encode())
@@ -313,16 +319,18 @@ def compile_patches(model: Any, user: Mapping[str, Any] | None) -> dict[str, Any
     if options.insert_overlap_deps is None:
         options = replace(options, insert_overlap_deps=True)
     recorded = _pipeline().record_inputs_of(model)
+    options = _pipeline().check_module_names(model, recorded, options)
     ours = JointPass(options, recorded), PostGradPass(options, recorded)
     joint = append_pass(config.current_value(JOINT_PASSES, user), ours[0])
     post_grad = append_pass(config.current_value(POST_GRAD_PASSES, user), ours[1])
-    metadata = metadata_digest(model, options.bucketing_mode in MODES_READING_NAMES, recorded)
+    metadata = metadata_digest(model, options.reads_modules, recorded)
     return {
         **user,
         **{flag.full_name: getattr(options, flag.name) for flag in config.FLAGS},
         # Ours schedules, so torch's must not; and what torch's would call torch cannot key.
         config.PREFIX + "enable_overlap_scheduling": False,
         config.PREFIX + "custom_runtime_estimation": None,
+        config.PREFIX + "module_stack_fn": None,
         **_torch_pass_patches(user, options),
         JOINT_PASSES: joint,
         POST_GRAD_PASSES: post_grad,
@@ -348,15 +356,13 @@ _INNER_POSITION, _PATCHES_POSITION = 2, 3
 the first."""
 
 
-def _keyed_by_tags(
-    inner: Callable[..., Any], recorded: tuple[RecordedInput, ...]
-) -> Callable[..., Any]:
+def _keyed_by_tags(inner: Callable[..., Any], ours: _PipelinePass) -> Callable[..., Any]:
     """``inner`` with the tags of the graph it compiles in its cache key."""
 
     def inner_compile(gm: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_installed() or not isinstance(gm, fx.GraphModule):
             return inner(gm, *args, **kwargs)
-        tags = _pipeline().tags_digest(gm, recorded)
+        tags = _pipeline().tags_digest(gm, ours.recorded, ours.options)
         digest = f"{config.current_value(config.DIGEST_FLAG)}:{tags}"
         with inductor_config.patch({config.DIGEST_FLAG: digest}):
             return inner(gm, *args, **kwargs)
@@ -381,13 +387,13 @@ def _make_hook(original: Callable[..., Any]) -> _Hook:
             args = (*args[:_PATCHES_POSITION], patches, *args[_PATCHES_POSITION + 1 :])
         else:
             kwargs = {**kwargs, "config_patches": patches}
-        recorded = _last_pass(patches[POST_GRAD_PASSES]).recorded
+        ours = _last_pass(patches[POST_GRAD_PASSES])
         if len(args) > _INNER_POSITION:
-            inner = _keyed_by_tags(args[_INNER_POSITION], recorded)
+            inner = _keyed_by_tags(args[_INNER_POSITION], ours)
             args = (*args[:_INNER_POSITION], inner, *args[_INNER_POSITION + 1 :])
         else:
             inner = kwargs.get("inner_compile", compile_fx_module.compile_fx_inner)
-            inner = _keyed_by_tags(inner, recorded)
+            inner = _keyed_by_tags(inner, ours)
             kwargs = {**kwargs, "inner_compile": inner}
         token = _forwarding.set(model)
         try:

@@ -100,10 +100,13 @@ def aot_eager_comm_overlap(
 
     Raises:
         FlagError: an option or a flag is unknown or has a wrong type or value.
+        ModulePlanError: the plan of module buckets does not fit the model.
         UnsupportedTorchError: this torch is not one of those tested.
     """
     _require_supported_torch()
-    compilers = _Compilers(read_settings(options), _record_inputs(gm, example_inputs))
+    settings, inputs = read_settings(options), _record_inputs(gm, example_inputs)
+    checked = pipeline.check_module_names(gm, inputs, settings.options)
+    compilers = _Compilers(replace(settings, options=checked), inputs)
     backend = aot_autograd(
         fw_compiler=compilers.split_graph,
         bw_compiler=compilers.split_graph,
@@ -189,7 +192,9 @@ def _cache_key(gm: fx.GraphModule, compilers: _Compilers) -> dict[str, object]:
     (``force_autograd_cache`` and ``bundled_autograd_cache``).  Its key holds Inductor's flags, and
     knows neither our options nor the partitioner.
     """
-    metadata = _hooks.metadata_digest(gm, False, compilers.inputs)
+    metadata = _hooks.metadata_digest(
+        gm, compilers.settings.options.reads_modules, compilers.inputs
+    )
     parts = (NAME, pipeline.source_digest(), metadata, repr(compilers.settings))
     return {config.DIGEST_FLAG: ":".join(parts)}
 

@@ -1,6 +1,6 @@
-"""The flags: real entries of ``torch._inductor.config`` under ``aten_distributed_optimizations``.
+"""The flags as real entries of ``torch._inductor.config`` under ``aten_distributed_optimizations``.
 
-One table, :data:`FLAGS`, is the source of registration, validation and documentation::
+:data:`~torch_patches.flags.FLAGS` says which there are::
 
     dist = torch._inductor.config.aten_distributed_optimizations
     dist.bucketing_mode = "topo_span"
@@ -13,344 +13,47 @@ own config file, so this module does not move.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from torch_patches import _compat
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.calibration import load_calibration
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.custom import estimation_key
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import DEVICES
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    DEFAULT_MEMORY_INCREASE,
-    DEFAULT_PREFETCH,
-    Options,
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
+from torch_patches.flag_checks import BUCKETING_MODES, Unacceptable
+from torch_patches.flags import (
+    BY_NAME,
+    DIGEST_FLAG,
+    FLAGS,
+    NEUTRAL_DIGEST,
+    PREFIX,
+    Flag,
+    FlagDescription,
+    FlagError,
 )
 
-PREFIX = "aten_distributed_optimizations."
-BUCKETING_MODES = ("none", "topo_span", "auto")
-BUCKET_MODES = (None, "default", "coalesced")
-NEUTRAL_DIGEST = "inactive"
+logger = logging.getLogger(__name__)
 
-
-class FlagError(ValueError):
-    """A flag or argument has a wrong type or value; the text names it and what is allowed."""
-
-
-class _Unacceptable(Exception):
-    """Raised by a check; the text, which may be empty, is a hint for the user."""
-
-
-@dataclass(frozen=True)
-class Flag:
-    """One flag.
-
-    Args:
-        name: without the prefix.
-        default: its value where nobody set it.
-        value_type: annotation handed to torch.  ``torch.compile(options=...)`` tests plain classes
-            itself, with a message that does not say what is allowed; for generic annotations it
-            leaves the test to us.
-        check: returns the value in the form a pass reads; raises ``_Unacceptable``.
-        allowed: the end of the sentence "... is not allowed: use".
-        doc: effect, unit, and what None means.
-        of_torch: torch's own passes read it too.  While ours are off its value is their matter.
-    """
-
-    name: str
-    default: object
-    value_type: Any
-    check: Callable[[object], Any]
-    allowed: str
-    doc: str
-    of_torch: bool = False
-
-    @property
-    def full_name(self) -> str:
-        return PREFIX + self.name
-
-
-@dataclass(frozen=True)
-class FlagDescription:
-    """A flag as text, for documentation."""
-
-    name: str
-    default: str
-    allowed: str
-    doc: str
-
-
-# -- checks: each returns the normalised value or raises ------------------------------------------
-
-
-def _check_bucketing_mode(value: object) -> str:
-    if isinstance(value, str) and value in BUCKETING_MODES:
-        return value
-    raise _Unacceptable
-
-
-def _check_count(value: object) -> int | None:
-    if value is None:
-        return None
-    # bool is an int to Python; a count of True is a mistake.
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise _Unacceptable
-
-
-def _check_ranks(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    raise _Unacceptable
-
-
-def _check_number(low: float, high: float = math.inf) -> Callable[[object], float]:
-    """Of a finite number between ``low`` and ``high``, both included."""
-
-    def check(value: object) -> float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            try:
-                number = float(value)
-            except OverflowError:
-                raise _Unacceptable from None
-            if math.isfinite(number) and low <= number <= high:
-                return number
-        raise _Unacceptable
-
-    return check
-
-
-def _or_none(check: Callable[[object], Any]) -> Callable[[object], Any]:
-    return lambda value: None if value is None else check(value)
-
-
-def _check_one_cap(value: object) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        try:
-            cap = float(value)
-        except OverflowError:
-            raise _Unacceptable from None
-        if math.isfinite(cap) and cap > 0:
-            return cap
-    raise _Unacceptable
-
-
-def _check_cap(value: object) -> float | tuple[float, ...] | None:
-    if value is None:
-        return None
-    if callable(value):
-        raise _Unacceptable("a function is for optimize_graph(bucket_cap_mb=...) only")
-    if isinstance(value, (list, tuple)):
-        if not value:
-            raise _Unacceptable("the list is empty")
-        return tuple(_check_one_cap(item) for item in value)
-    return _check_one_cap(value)
-
-
-def _check_bool(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise _Unacceptable
-
-
-def _check_device(value: object) -> str:
-    if isinstance(value, str) and value in DEVICES:
-        return value
-    raise _Unacceptable
-
-
-def _check_path(value: object) -> str:
-    if isinstance(value, str) and value and "\0" not in value:
-        return value
-    raise _Unacceptable
-
-
-def _check_function(value: object) -> Callable[..., Any]:
-    if callable(value):
-        return value
-    raise _Unacceptable
-
-
-def _check_bucket_mode(value: object) -> str | None:
-    if value is None or (isinstance(value, str) and value in BUCKET_MODES):
-        return value
-    raise _Unacceptable
-
-
-def _quoted(values: tuple[str | None, ...]) -> str:
-    return ", ".join(repr(value) for value in values)
-
-
-FLAGS: tuple[Flag, ...] = (
-    Flag(
-        name="bucketing_mode",
-        default="none",
-        value_type=Literal["none", "topo_span", "auto"],
-        check=_check_bucketing_mode,
-        allowed=f"one of {_quoted(BUCKETING_MODES)}",
-        doc="Which collectives are merged: 'none' changes nothing; 'topo_span' merges greedily in "
-        "graph order, bounded by bucket_cap_mb and max_topo_span; 'auto' tries several bucket "
-        "sizes, schedules each, and takes what is estimated to be fastest.",
-    ),
-    Flag(
-        name="max_topo_span",
-        default=1500,
-        value_type=int | None,
-        check=_check_count,
-        allowed="an int >= 0, or None for no bound",
-        doc="Largest distance, in nodes that do work, between the first and the last member of a "
-        "bucket. None: no bound.",
-    ),
-    Flag(
-        name="bucket_cap_mb",
-        default=None,
-        value_type=float | list[float] | None,
-        check=_check_cap,
-        allowed="a finite number > 0, a list of such numbers by bucket index (the last repeats), "
-        "or None for an estimate",
-        doc="MB (2**20 bytes) that one bucket may hold. A list is by bucket index, its last value "
-        "repeating. None: the size that saturates the group's network or, where that is more, the "
-        "largest single collective of the bucket's key, up to 500 MB; for DDP's all-reduces 25 MB. "
-        "Where it is None or one number, the first bucket of those holds at most 1 MB, to start "
-        "early.",
-    ),
-    Flag(
-        name="primary_fsdp_group_only",
-        default=False,
-        value_type=bool,
-        check=_check_bool,
-        allowed="True or False",
-        doc="Of the process groups with parameter gathers or gradient scatters, merge only in the "
-        "one with the most gathers. Groups without either (replicas) are served all the same.",
-    ),
-    Flag(
-        name="bucket_mode",
-        default=None,
-        value_type=Literal["default", "coalesced"] | None,
-        check=_check_bucket_mode,
-        allowed=f"one of {_quoted(BUCKET_MODES)} (together with bucketing_mode)",
-        doc="How a bucket is built: 'default' copies into one tensor and out of it, 'coalesced' "
-        "launches all members at once without copies. None: chosen by the pass. torch's own flag "
-        "from 2.12 on.",
-        of_torch=True,
-    ),
-    Flag(
-        name="enable_overlap_scheduling",
-        default=False,
-        value_type=bool,
-        check=_check_bool,
-        allowed="True or False",
-        doc="Also decide when collectives start and when they are waited for; 'auto' does so "
-        "anyway. With bucketing_mode 'none' it turns on torch's own scheduler.",
-        of_torch=True,
-    ),
-    Flag(
-        name="insert_overlap_deps",
-        default=None,
-        value_type=bool | None,
-        check=_or_none(_check_bool),
-        allowed="True, False or None",
-        doc="Hold the planned order in Inductor by control dependencies. None: yes under Inductor, "
-        "no elsewhere.",
-        of_torch=True,
-    ),
-    Flag(
-        name="max_memory_increase_gb",
-        default=None,
-        value_type=float | None,
-        check=_or_none(_check_number(0)),
-        allowed="a finite number >= 0, or None for no absolute cap",
-        doc="GB (2**30 bytes) by which scheduling and merging may raise the peak.",
-        of_torch=True,
-    ),
-    Flag(
-        name="max_memory_increase_ratio",
-        default=None,
-        value_type=float | None,
-        check=_or_none(_check_number(0)),
-        allowed="a finite number >= 0, or None for no relative cap",
-        doc="The same as a share of the input's peak. Of this and max_memory_increase_gb the "
-        f"smaller counts; with both None {DEFAULT_MEMORY_INCREASE} of the peak, at least 32 MiB.",
-        of_torch=True,
-    ),
-    Flag(
-        name="max_in_flight_gb",
-        default=None,
-        value_type=float | None,
-        check=_or_none(_check_number(0)),
-        allowed="a finite number >= 0, or None for no bound of its own",
-        doc="GB of collectives that have started and are not used or waited for yet: no gather "
-        "starts early and no bucket is made beyond it, and reductions are waited for once it is "
-        "passed. What the input has in flight at once stays allowed.",
-        of_torch=True,
-    ),
-    Flag(
-        name="max_compute_pre_fetch",
-        default=None,
-        value_type=int | None,
-        check=_check_count,
-        allowed=f"an int >= 0, or None for {DEFAULT_PREFETCH}",
-        doc="Kernels between the start of a gather and its first use. None: "
-        f"{DEFAULT_PREFETCH}, about three layers of a transformer.",
-        of_torch=True,
-    ),
-    Flag(
-        name="gpus_per_node",
-        default=8,
-        value_type=int,
-        check=_check_ranks,
-        allowed="an int >= 1",
-        doc="Ranks that share a node; estimates ask no machine, so that all ranks agree.",
-    ),
-    Flag(
-        name="estimate_device",
-        default="H100",
-        value_type=str,
-        check=_check_device,
-        allowed=f"one of {_quoted(tuple(DEVICES))}",
-        doc="Whose rates estimates use.",
-    ),
-    Flag(
-        name="compute_slowdown",
-        default=1.2,
-        value_type=float,
-        check=_check_number(1),
-        allowed="a finite number >= 1",
-        doc="A kernel is estimated to take this many times as long under a collective.",
-    ),
-    Flag(
-        name="link_sharing",
-        default=1.0,
-        value_type=float,
-        check=_check_number(0, 1),
-        allowed="a number from 0 to 1",
-        doc="Share of a transfer that one of another group on the same link waits for: 1 is one "
-        "network, 0 is two.",
-    ),
-    Flag(
-        name="calibration_file",
-        default=None,
-        value_type=str | None,
-        check=_or_none(_check_path),
-        allowed="the path of a table made by tools/calibrate.py, or None",
-        doc="Measured costs to use before those of estimate_device; the same file on all ranks.",
-    ),
-    Flag(
-        name="custom_runtime_estimation",
-        default=None,
-        value_type=Callable[..., Any] | None,
-        check=_or_none(_check_function),
-        allowed="a function (node, override_size_bytes or None) -> ms or None, or None",
-        doc="Estimation that is asked first; it must give the same on all ranks. A function that "
-        "can be imported, or has a uuid(), keeps compiles cacheable.",
-        of_torch=True,
-    ),
-)
-_BY_NAME: Mapping[str, Flag] = {flag.name: flag for flag in FLAGS}
-
-DIGEST_FLAG = PREFIX + "_torch_patches_digest"
-"""Private: carries what a plan depends on and torch's cache key does not see; set by the hook."""
+__all__ = [
+    "BUCKETING_MODES",
+    "DIGEST_FLAG",
+    "FLAGS",
+    "NEUTRAL_DIGEST",
+    "PREFIX",
+    "Flag",
+    "FlagDescription",
+    "FlagError",
+    "check_value",
+    "current_value",
+    "describe_flags",
+    "options_from_arguments",
+    "read_options",
+    "register_flags",
+    "reset_flags",
+]
 
 
 def register_flags() -> None:
@@ -408,24 +111,54 @@ def read_options(overrides: Mapping[str, object] | None = None) -> Options:
     if values["bucketing_mode"] == "none":
         values.update((flag.name, flag.default) for flag in FLAGS if flag.of_torch)
     checked = {name: check_value(name, value, _flag_label(name)) for name, value in values.items()}
-    return _with_digests(Options(**checked))
+    return _completed(Options(**checked))
 
 
-def _with_digests(options: Options) -> Options:
+def _completed(options: Options) -> Options:
     """Reads the calibration file once, so that a backward uses what its forward used, and adds what
-    tells estimates apart.
+    tells the user's functions apart.
 
     Raises:
-        OSError: it cannot be read.
+        FlagError: bucketing_mode is "modules" and there is no plan.
+        OSError: the calibration file cannot be read.
         CalibrationError: its content is not a table.
     """
-    custom = options.custom_runtime_estimation
-    if custom is not None:
-        options = replace(options, estimation_digest=estimation_key(custom))
+    if options.bucketing_mode == "modules" and options.module_bucket_plans is None:
+        raise FlagError(
+            f"{_flag_label('bucketing_mode')}: 'modules' needs {PREFIX}module_bucket_plans, which is "
+            f"None; use {BY_NAME['module_bucket_plans'].allowed}, or bucketing_mode "
+            "'transformer_block', which finds the modules"
+        )
+    _warn_of_unread(options)
+    if options.custom_runtime_estimation is not None:
+        digest = estimation_key(options.custom_runtime_estimation)
+        options = replace(options, estimation_digest=digest)
+    if options.module_stack_fn is not None:
+        options = replace(options, module_stack_digest=estimation_key(options.module_stack_fn))
     if options.calibration_file is None or options.bucketing_mode == "none":
         return options
     table = load_calibration(options.calibration_file)
     return replace(options, calibration=table, calibration_digest=table.content_digest)
+
+
+def _warn_of_unread(options: Options) -> None:
+    """Flags for buckets of modules in a mode that has none would change nothing, unnoticed."""
+    if options.bucketing_mode in ("none", "modules"):
+        return
+    unread: dict[str, object] = {"module_bucket_plans": options.module_bucket_plans}
+    if not options.reads_modules:
+        unread["module_overlap_with"] = options.module_overlap_with or None
+        unread["module_stack_fn"] = options.module_stack_fn
+    if names := tuple(name for name, value in unread.items() if value is not None):
+        _warn_unread(names, options.bucketing_mode)
+
+
+@functools.cache
+def _warn_unread(names: tuple[str, ...], mode: str) -> None:
+    """Once for each."""
+    logger.warning(
+        "%s: no effect with bucketing_mode = %r", ", ".join(PREFIX + name for name in names), mode
+    )
 
 
 def options_from_arguments(arguments: Mapping[str, object], function: str) -> Options:
@@ -439,7 +172,7 @@ def options_from_arguments(arguments: Mapping[str, object], function: str) -> Op
         FlagError: on a wrong type or value, naming argument or flag, whichever it came from.
         TypeError: on an unknown name.
     """
-    if unknown := sorted(set(arguments) - set(_BY_NAME)):
+    if unknown := sorted(set(arguments) - set(BY_NAME)):
         raise TypeError(f"{function}() got an unexpected argument {unknown[0]!r}")
     checked: dict[str, Any] = {}
     for flag in FLAGS:
@@ -452,7 +185,7 @@ def options_from_arguments(arguments: Mapping[str, object], function: str) -> Op
             checked[flag.name] = value
         else:
             checked[flag.name] = check_value(flag.name, value, f"{function}({flag.name}=...)")
-    return _with_digests(Options(**checked))
+    return _completed(Options(**checked))
 
 
 def check_value(name: str, value: object, label: str) -> Any:
@@ -461,10 +194,10 @@ def check_value(name: str, value: object, label: str) -> Any:
     Raises:
         FlagError: naming ``label`` (a flag or an argument), the value and what is allowed.
     """
-    flag = _BY_NAME[name]
+    flag = BY_NAME[name]
     try:
         return flag.check(value)
-    except _Unacceptable as problem:
+    except Unacceptable as problem:
         hint = f" ({problem})" if str(problem) else ""
         raise FlagError(f"{label}: {value!r} is not allowed{hint}; use {flag.allowed}") from None
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch.fx as fx
 
 from torch_patches import config
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
-from torch_patches._inductor.fx_passes.comm_overlap.plan import BucketCap, CustomEstimation
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    BucketCap,
+    CustomEstimation,
+    ModuleStackFunction,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 
 
@@ -44,13 +49,21 @@ def optimize_graph(
     compute_slowdown: float = FROM_FLAG,
     link_sharing: float = FROM_FLAG,
     calibration_file: str | None = FROM_FLAG,
+    module_bucket_plans: Sequence[Sequence[str] | str] | None = FROM_FLAG,
+    module_overlap_with: Mapping[str, str] = FROM_FLAG,
+    module_prefetch_depth: int = FROM_FLAG,
+    module_deferral_depth: int = FROM_FLAG,
+    module_uncovered: str = FROM_FLAG,
+    module_plan_unmatched: str = FROM_FLAG,
+    module_stack_fn: ModuleStackFunction | None = FROM_FLAG,
     custom_runtime_estimation: CustomEstimation | None = FROM_FLAG,
 ) -> Report:
     """Merges and schedules the collectives of ``gm`` in place and recompiles it.
 
     Args:
         gm: an ATen graph (forward, backward or inference) with fake values in ``meta["val"]``.
-        bucketing_mode: "topo_span" or "auto"; "none" means "auto", since the call is the opt-in.
+        bucketing_mode: "topo_span", "transformer_block", "modules" or "auto"; "none" means "auto",
+            since the call is the opt-in.
         overlap: also schedule starts and waits (the flag ``enable_overlap_scheduling``); "auto"
             does so whatever is said here.
         bucket_cap_mb: MB (2**20 bytes) a bucket may hold; a list is by bucket index, the last value
@@ -73,6 +86,14 @@ def optimize_graph(
         compute_slowdown: a kernel takes this many times as long under a collective.
         link_sharing: 0 to 1, how far groups on one link wait for each other.
         calibration_file: a table of measured costs (``tools/calibrate.py``).
+        module_bucket_plans: for "modules": names of modules or parameters with ``*`` and ``[0-5]``;
+            each name is a bucket for every module it matches, each list of names one bucket.
+        module_overlap_with: bucket name -> module whose compute shall hide it.
+        module_prefetch_depth, module_deferral_depth: module buckets that gathers start ahead, and
+            that reductions are waited for later.
+        module_uncovered: "bucket" or "leave" what no entry covers.
+        module_plan_unmatched: "error" or "warn" where an entry matches nothing.
+        module_stack_fn: ``fn(node) -> [(module path, class), ...]``, the outermost first.
         custom_runtime_estimation: ``fn(node, override_size_bytes | None) -> ms | None``.
 
     Each argument left out takes the value of the flag
@@ -85,6 +106,8 @@ def optimize_graph(
     Raises:
         FlagError: an argument (or the flag it defaults to) has a wrong type or value.
         EstimationError, CalibrationError: the estimation or the table is no good.
+        ModulePlanError: entries of the plan match one parameter twice, or nothing.
+        ModuleStackError: ``module_stack_fn`` failed.
         OSError, MemoryError, RecursionError: causes local to this rank.
     """
     given = {
@@ -104,6 +127,13 @@ def optimize_graph(
         "compute_slowdown": compute_slowdown,
         "link_sharing": link_sharing,
         "calibration_file": calibration_file,
+        "module_bucket_plans": module_bucket_plans,
+        "module_overlap_with": module_overlap_with,
+        "module_prefetch_depth": module_prefetch_depth,
+        "module_deferral_depth": module_deferral_depth,
+        "module_uncovered": module_uncovered,
+        "module_plan_unmatched": module_plan_unmatched,
+        "module_stack_fn": module_stack_fn,
         "custom_runtime_estimation": custom_runtime_estimation,
     }
     arguments = {name: value for name, value in given.items() if value is not FROM_FLAG}

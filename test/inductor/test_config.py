@@ -40,6 +40,13 @@ DEFAULTS = {
     "compute_slowdown": 1.2,
     "link_sharing": 1.0,
     "calibration_file": None,
+    "module_bucket_plans": None,
+    "module_overlap_with": (),
+    "module_prefetch_depth": 1,
+    "module_deferral_depth": 1,
+    "module_uncovered": "bucket",
+    "module_plan_unmatched": "error",
+    "module_stack_fn": None,
     "custom_runtime_estimation": None,
 }
 #: That torch has too, with values of its own while ours are off.
@@ -207,7 +214,7 @@ def test_good_value(name: str, value: object, read: object) -> None:
 
 
 BAD_VALUES = [
-    ("bucketing_mode", "fast", "'none', 'topo_span', 'auto'"),
+    ("bucketing_mode", "fast", "'none', 'topo_span', 'transformer_block', 'modules', 'auto'"),
     ("bucketing_mode", None, "'none', 'topo_span'"),
     ("bucketing_mode", True, "'none', 'topo_span'"),
     ("bucketing_mode", ["none"], "'none', 'topo_span'"),

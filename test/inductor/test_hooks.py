@@ -186,7 +186,9 @@ def test_compile_inside_a_compile_is_patched_once_more(stand_in: StandIn) -> Non
 def test_bad_flag_raises_before_torch_compiles(stand_in: StandIn) -> None:
     with pytest.raises(config.FlagError, match=r"max_topo_span: -1 is not allowed; use an int"):
         compile_fx({MODE: "topo_span", SPAN: -1})
-    with pytest.raises(config.FlagError, match=r"'none', 'topo_span', 'auto'"):
+    with pytest.raises(
+        config.FlagError, match=r"'none', 'topo_span', 'transformer_block', 'modules', 'auto'"
+    ):
         compile_fx({MODE: "fast"})
     assert not stand_in.calls
 

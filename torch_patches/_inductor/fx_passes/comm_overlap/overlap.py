@@ -32,14 +32,18 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.control import Overlap
 from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
 from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import (
-    Way,
     memory_limits,
     merge_nothing,
-    reschedule,
     try_ways,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import (
+    ModuleLabels,
+    label_collectives,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.passes.module_ways import module_ways
 from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track, read_track
+from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import Way, reschedule
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Collective,
     Options,
@@ -64,12 +68,14 @@ class Overlapped:
         plan: applied; empty where nothing was better than the input.
         way: name of the way that was taken.
         before, after: forecasts.
+        labels: of the module buckets, where modules decide.
     """
 
     plan: Plan
     way: str
     before: Forecast
     after: Forecast
+    labels: ModuleLabels | None = None
 
     def hidings(self) -> list[Overlap]:
         """Which compute of the result hides which collective, as the forecast has it."""
@@ -87,7 +93,22 @@ class Overlapped:
 def overlap(
     graph: fx.Graph, skeleton: Skeleton, options: Options, model: RuntimeModel
 ) -> Overlapped:
-    """Changes ``graph`` in place; the caller restores it if this raises."""
+    """Changes ``graph`` in place; the caller restores it if this raises.
+
+    Raises:
+        ModulePlanError, ModuleStackError: the user's plan, or reading of modules, is no good.
+    """
+    labels = label_collectives(skeleton, options) if options.reads_modules else None
+    return replace(_overlap(graph, skeleton, options, model, labels), labels=labels)
+
+
+def _overlap(
+    graph: fx.Graph,
+    skeleton: Skeleton,
+    options: Options,
+    model: RuntimeModel,
+    labels: ModuleLabels | None,
+) -> Overlapped:
     eager = options.run_eagerly
     before = forecast(graph, skeleton, model, eager=eager)
     limits = memory_limits(options, before.peak_bytes)
@@ -97,7 +118,11 @@ def overlap(
     while True:
         live = combined_live(before, limits.peak_bytes, held_limit)
         track = read_track(before.order, before.skeleton, model, before.costs, live)
-        ways = [way for way in try_ways(track, options, limits) if way.name not in given_up]
+        if labels is not None:
+            ways = module_ways(track, options, limits, labels)
+        else:
+            ways = try_ways(track, options, limits)
+        ways = [way for way in ways if way.name not in given_up]
         operations += sum(way.schedule.operations + way.plan.operations for way in ways)
         ways = [way for way in ways if not _is_slower(way.schedule.timeline, before.timeline)]
         if not ways or len(given_up) == MAX_APPLIED:

@@ -3,7 +3,8 @@
     joint graph:      tag parameter and gradient traffic
     post-grad graph:  tag, if no joint graph was seen
                       -> collect -> topo_span -> check -> apply -> report
-                      -> collect -> ways to bucket and schedule (overlap.py)
+                      -> collect -> label by module, in the modes that do
+                                 -> ways to bucket and schedule (overlap.py)
                                  -> control dependencies, for Inductor -> report
 
 ``run_joint`` and ``run_post_grad`` are what Inductor calls; ``optimize_graph`` runs the same on one
@@ -46,13 +47,29 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.control import (
     plan_overlap_dependencies,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.dynamo_inputs import record_inputs
+from torch_patches._inductor.fx_passes.comm_overlap.graph.modules import (
+    ModuleScope,
+    ModuleStackError,
+    clean_parameter_name,
+    read_model_modules,
+    read_node_stacks,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import tag_of
 from torch_patches._inductor.fx_passes.comm_overlap.overlap import Overlapped, overlap
+from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import (
+    uncovered_owners,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import (
+    ModulePlanError,
+    check_overlap_names,
+    parse_plan,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.passes.tagging import is_tagged, tag_graph
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import plan_topo_span
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    InputKind,
     Options,
     Plan,
     RecordedInput,
@@ -83,7 +100,7 @@ RANK_LOCAL_ERRORS = (
 Planner = Callable[[Skeleton, AugmentedGraph[fx.Node], Options], Plan]
 
 #: The user's own mistakes: they raise, as bad flags do.
-USER_ERRORS = (EstimationError, CalibrationError)
+USER_ERRORS = (EstimationError, CalibrationError, ModulePlanError, ModuleStackError)
 
 #: What decides where nothing is scheduled, by bucketing_mode.
 PLANNERS: dict[str, Planner] = {"topo_span": plan_topo_span}
@@ -102,6 +119,33 @@ def record_inputs_of(model: object) -> tuple[RecordedInput, ...]:
         _raise_if_strict(error)
         _warn_untagged(f"{type(error).__name__}: {error}")
         return ()
+
+
+def check_module_names(
+    model: object, recorded: Sequence[RecordedInput], options: Options
+) -> Options:
+    """Compares the plan of modules with the names that Dynamo's graph knows, of the whole model.
+
+    Graphs behind it know a part of them, and do not check again.
+
+    Raises:
+        ModulePlanError: see :func:`~.passes.module_plan.ModulePlan.check`.
+    """
+    if not options.reads_modules:
+        return options
+    named = [r.name for r in recorded if r.kind is InputKind.PARAMETER and r.name]
+    if not named or not isinstance(model, fx.GraphModule):
+        return replace(options, module_plan_unmatched="warn")  # a part of the names, at best
+    parameters = [clean_parameter_name(name) for name in named]
+    modules = read_model_modules(model.graph)
+    if options.bucketing_mode == "modules":
+        plan = parse_plan(options.module_bucket_plans)
+        for sentence in plan.check(parameters, modules, options.module_plan_unmatched):
+            warn_once_of_plan(sentence)
+        buckets = [plan.bucket_of(name) for name in (*modules, *parameters)]
+        known = list({bucket: None for bucket in buckets if bucket is not None})
+        check_overlap_names(dict(options.module_overlap_with), known, modules)
+    return replace(options, module_names_checked=True)
 
 
 def run_joint(graph: fx.Graph, options: Options, recorded: Sequence[RecordedInput] = ()) -> None:
@@ -128,15 +172,18 @@ def _tag(graph: fx.Graph, recorded: Sequence[RecordedInput]) -> None:
         _warn_untagged(f"{type(error).__name__}: {error}")
 
 
-def tags_digest(module: fx.GraphModule, recorded: Sequence[RecordedInput] = ()) -> str:
+def tags_digest(
+    module: fx.GraphModule, recorded: Sequence[RecordedInput] = (), options: Options | None = None
+) -> str:
     """Hash of what the tags of a graph, and of the graphs inside it, decide; tags it first if it
-    has none.
+    has none.  Where ``options`` read modules, also of what their names decide.
 
     torch's key of a compiled graph sees code, not metadata: two backward graphs with equal code may
     have other tags, since those come from the joint graph.
     """
     if not is_tagged(module.graph):
         _tag(module.graph, recorded)
+    names = options is not None and options.reads_modules
     digest = hashlib.sha256()
     for inner in module.modules():
         if not isinstance(inner, fx.GraphModule):
@@ -146,7 +193,24 @@ def tags_digest(module: fx.GraphModule, recorded: Sequence[RecordedInput] = ()) 
                 tag = tag_of(node)
                 decisive = None if tag is None else (tag.traffic.value, tag.source.value, tag.place)
                 digest.update(repr(decisive).encode())
+                if names and tag is not None:
+                    digest.update(repr((tag.parameter, tag.index)).encode())
+        if names and options is not None:
+            stacks = _node_stacks(inner.graph, options)
+            for place, node in enumerate(inner.graph.nodes):
+                digest.update(repr((place, stacks.get(node, ()))).encode())
     return digest.hexdigest()
+
+
+def _node_stacks(graph: fx.Graph, options: Options) -> dict[fx.Node, tuple[ModuleScope, ...]]:
+    """Empty where the graph cannot be read: it will be left as it is."""
+    try:
+        return read_node_stacks(collect(graph), graph.nodes, options.module_stack_fn)
+    except (*RANK_LOCAL_ERRORS, *USER_ERRORS):
+        raise
+    except Exception as error:
+        _raise_if_strict(error)
+        return {}
 
 
 def run_post_grad(
@@ -186,7 +250,7 @@ def run_post_grad(
         _warn_untouched(reason)
         return Report(options.bucketing_mode, failure=reason)
     if report is not None:
-        _tell(report)
+        _tell(report, options)
     return report
 
 
@@ -274,17 +338,31 @@ def _report(graph: fx.Graph, options: Options, change: _Change) -> Report | None
     """What was done.  A failure here must not undo it: the other ranks have done it too."""
     try:
         report = build_report(options, change.before, change.plan, graph, change.after)
-        return report if change.overlapped is None else with_forecasts(report, change.overlapped)
+        if change.overlapped is None:
+            return report
+        report = with_forecasts(report, change.overlapped)
+        labels = change.overlapped.labels
+        if labels is None:
+            return report
+        uncovered = uncovered_owners(change.before.collectives, labels)
+        return replace(
+            report,
+            module_plan=labels.entries,
+            modules_found=labels.found,
+            uncovered=tuple(uncovered),
+        )
     except Exception as error:
         _raise_if_strict(error)
         log.warning("torch_patches changed a graph but could not report it", exc_info=True)
         return None
 
 
-def _tell(report: Report) -> None:
+def _tell(report: Report, options: Options) -> None:
     """Likewise."""
     try:
         emit_report(report)
+        if report.uncovered:
+            _warn_uncovered(report.uncovered, options.module_uncovered)
     except Exception as error:
         _raise_if_strict(error)
         log.warning("torch_patches changed a graph but could not report it", exc_info=True)
@@ -323,6 +401,25 @@ def _warn_untagged(reason: str) -> None:
         reason,
         STRICT_VARIABLE,
     )
+
+
+@functools.cache
+def _warn_uncovered(owners: tuple[str, ...], treatment: str) -> None:
+    """Once for each set."""
+    shown = ", ".join(owners[:20]) + (f", and {len(owners) - 20} more" if len(owners) > 20 else "")
+    log.warning(
+        "torch_patches: no entry of the module plan covers the collectives of %s; they are %s "
+        "(aten_distributed_optimizations.module_uncovered = %r)",
+        shown,
+        "bucketed as by 'topo_span'" if treatment == "bucket" else "left as they are",
+        treatment,
+    )
+
+
+@functools.cache
+def warn_once_of_plan(sentence: str) -> None:
+    """What a plan's check found and is no error."""
+    log.warning("torch_patches: %s", sentence)
 
 
 @functools.cache

@@ -10,9 +10,9 @@ Sizes are bytes of the *full* tensor (gather output, scatter input), the amount 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.fx as fx
@@ -68,7 +68,12 @@ class RefusalReason(enum.Enum):
         "no other collective has its kind, group, dtype, reduce op, device and phase (forward or "
         "backward)"
     )
+    ALONE_IN_MODULE = (
+        "no other collective of its module's bucket has its kind, group, dtype, reduce op, device "
+        "and phase"
+    )
     LEFT_OVER = "the others of its key are in buckets that it could not join"
+    NOT_IN_PLAN = "no entry of the module plan covers it, and module_uncovered is 'leave'"
     SYMBOLIC_SIZE = "its size is symbolic and its backend needs the copying form"
     BYTE_CAP = "the next member would exceed bucket_cap_mb"
     FIRST_BUCKET = "it fills the small first bucket of all-reduces, so that they start early"
@@ -320,6 +325,7 @@ class Bucket:
         close_reason: why it took no further member.
         size_bytes: sum of the members' decision sizes.
         span: position of the last start minus position of the first.
+        label: name of the module bucket; empty where no module decided.
     """
 
     members: tuple[Collective, ...]
@@ -328,6 +334,7 @@ class Bucket:
     close_reason: CloseReason
     size_bytes: int
     span: int
+    label: str = ""
 
     @property
     def key(self) -> BucketKey:
@@ -372,6 +379,15 @@ BucketCap = float | tuple[float, ...] | Callable[[int], float] | None
 #: ``fn(node, override_size_bytes)`` -> ms, or None to leave it to the model.
 CustomEstimation = Callable[[fx.Node, int | None], float | None]
 
+#: ``fn(node)`` -> (path, class) of the modules that made a node, the outermost first.
+ModuleStackFunction = Callable[[fx.Node], Sequence[tuple[str, type]]]
+
+#: Texts give a bucket for each module they match, tuples of texts one bucket.
+ModulePlanEntries = tuple[tuple[str, ...] | str, ...]
+
+#: Modes whose buckets are modules.
+MODULE_MODES = ("transformer_block", "modules")
+
 #: Share of the input's peak by which a schedule may raise it where no cap is given; and the bytes
 #: that it may always have then, without which small models would get nothing.
 DEFAULT_MEMORY_INCREASE, DEFAULT_MEMORY_BYTES = 0.02, 32 << 20
@@ -384,8 +400,9 @@ class Options:
     """Everything a pass may read besides the skeleton; one frozen copy for each compile.
 
     Args:
-        bucketing_mode: "none", "topo_span" or "auto".
-        max_topo_span: largest span of a bucket in working nodes, None for no bound.
+        bucketing_mode: "none", "topo_span", "transformer_block", "modules" or "auto".
+        max_topo_span: largest span of a bucket in working nodes, None for no bound.  Buckets of
+            modules have none.
         bucket_cap_mb: MB (2**20 bytes) a bucket may hold; a sequence is by bucket index with the
             last value repeating; a callable takes the bucket index; None takes the size that
             saturates the group's network or, where that is more, the largest single member of the
@@ -416,6 +433,17 @@ class Options:
         calibration_digest: of that.
         custom_runtime_estimation: the user's own estimation.
         estimation_digest: what tells it from others in all processes; None if nothing does.
+        module_bucket_plans: for "modules": each text is a bucket for every module it matches, each
+            tuple of texts one bucket.
+        module_overlap_with: (bucket, module whose compute shall hide it).
+        module_prefetch_depth: module buckets ahead of their use that gathers start.
+        module_deferral_depth: module buckets behind theirs that reductions are waited for.
+        module_uncovered: "bucket" (as topo_span does) or "leave" what no entry covers.
+        module_plan_unmatched: "error" or "warn" where an entry matches nothing.
+        module_stack_fn: the user's own reading of which modules made a node.
+        module_stack_digest: what tells it from others in all processes; None if nothing does.
+        module_names_checked: the plan's names were compared with those of the whole model already,
+            of which a graph may know only a part.
         run_eagerly: the graph is run op by op as it is, not compiled: copies and memory are those of
             PyTorch's own kernels.  No flag: who runs the graph knows.
     """
@@ -440,22 +468,41 @@ class Options:
     calibration_digest: str | None = None
     custom_runtime_estimation: CustomEstimation | None = field(default=None, repr=False)
     estimation_digest: str | None = None
+    module_bucket_plans: ModulePlanEntries | None = None
+    module_overlap_with: tuple[tuple[str, str], ...] = ()
+    module_prefetch_depth: int = 1
+    module_deferral_depth: int = 1
+    module_uncovered: str = "bucket"
+    module_plan_unmatched: Literal["error", "warn"] = "error"
+    module_stack_fn: ModuleStackFunction | None = field(default=None, repr=False)
+    module_stack_digest: str | None = None
+    module_names_checked: bool = field(default=False, repr=False, compare=False)
     run_eagerly: bool = False
 
     @property
     def schedules(self) -> bool:
         """Whether starts and waits are moved."""
-        return self.bucketing_mode == "auto" or (
-            self.bucketing_mode != "none" and self.enable_overlap_scheduling
-        )
+        always = self.bucketing_mode == "auto" or self.reads_modules
+        return always or (self.bucketing_mode != "none" and self.enable_overlap_scheduling)
+
+    @property
+    def reads_modules(self) -> bool:
+        """Whether names of modules and parameters decide."""
+        return self.bucketing_mode in MODULE_MODES
+
+    @property
+    def places_by_modules(self) -> bool:
+        """The order of modules decides when collectives start and are waited for, not estimates."""
+        return self.reads_modules and not self.enable_overlap_scheduling
 
     def fingerprint(self) -> str | None:
         """Equal for equal options; None with a function among them that cannot be compared."""
-        if callable(self.bucket_cap_mb) or not self.has_known_estimation:
+        if callable(self.bucket_cap_mb) or not self.has_known_functions:
             return None
         return repr([getattr(self, f.name) for f in fields(self) if f.repr])
 
     @property
-    def has_known_estimation(self) -> bool:
-        """No estimation of the user's, or one that can be told from others."""
-        return self.custom_runtime_estimation is None or self.estimation_digest is not None
+    def has_known_functions(self) -> bool:
+        """No function of the user's, or only such as can be told from others."""
+        estimation = self.custom_runtime_estimation is None or self.estimation_digest is not None
+        return estimation and (self.module_stack_fn is None or self.module_stack_digest is not None)

@@ -77,7 +77,8 @@ class SpanReport:
 
 @dataclass(frozen=True)
 class BucketReport:
-    """One bucket: what it is, what is in it, how far its members stood apart, why it closed."""
+    """One bucket: what it is, what is in it, how far its members stood apart, why it closed; and the
+    name of the module bucket, where modules decide."""
 
     kind: str
     group: str
@@ -88,6 +89,7 @@ class BucketReport:
     size_bytes: int
     span: int
     close_reason: str
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,9 @@ class Report:
         half_held: starts whose payload they hold in front of that compute, and not the launch:
             Inductor lowers all-reduces and broadcasts in place.
         spans: every collective of the result.
+        module_plan: the module buckets, in the form of ``module_bucket_plans``; empty in other modes.
+        modules_found: which repeated blocks were found.
+        uncovered: parameters, or modules, whose collectives no entry of the plan covers.
     """
 
     mode: str
@@ -166,6 +171,15 @@ class Report:
     not_held: tuple[str, ...] = ()
     half_held: tuple[str, ...] = ()
     spans: tuple[SpanReport, ...] = ()
+    module_plan: tuple[tuple[str, ...] | str, ...] = ()
+    modules_found: str = ""
+    uncovered: tuple[str, ...] = ()
+
+    def explain(self) -> str:
+        """What was done in some lines for people; module buckets with a plan to paste."""
+        from torch_patches._inductor.fx_passes.comm_overlap.explain import explain
+
+        return explain(self)
 
     def to_json(self) -> str:
         """The whole report as JSON; refusal reasons as their sentences."""
@@ -263,6 +277,7 @@ def describe_bucket(bucket: Bucket) -> BucketReport:
         size_bytes=bucket.size_bytes,
         span=bucket.span,
         close_reason=bucket.close_reason.value,
+        label=bucket.label,
     )
 
 

@@ -13,8 +13,8 @@ stands in front of its names, so that two ``layers.0`` are never one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch.fx as fx
 
@@ -61,10 +61,17 @@ class ModuleScope:
     Args:
         path: "layers.0.attention", without wrappers.
         kind: qualified name of its class, None where unknown.
+        rooted: the path with its root in front, where ``path`` leaves that out.
     """
 
     path: str
     kind: str | None
+    rooted: str | None = field(default=None, compare=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a user may call it."""
+        return (self.path,) if self.rooted is None else (self.path, self.rooted)
 
 
 @dataclass(frozen=True)
@@ -108,13 +115,63 @@ def read_module_stacks(
     Raises:
         ModuleStackError: the function raised or returned something else than (path, class) pairs.
     """
-    raw = {c.index: _raw_stack(c, module_stack_fn) for c in skeleton.collectives}
-    carrying = [c.index for c in skeleton.collectives if c.traffic is not Traffic.OTHER]
-    scopes = [scope for stack in raw.values() for scope in stack if scope.root]
-    main = dict.fromkeys(s.root for index in carrying or raw for s in raw[index] if s.root)
-    left_out = next(iter(main)) if len(main) == 1 else None
-    names = _root_names(scopes, left_out)
+    raw = _raw_stacks(skeleton, module_stack_fn)
+    names = _names_of(raw, skeleton)
     return {index: _named(stack, names) for index, stack in raw.items()}
+
+
+def read_node_stacks(
+    skeleton: Skeleton, nodes: Iterable[fx.Node], module_stack_fn: ModuleStackFn | None = None
+) -> dict[fx.Node, tuple[ModuleScope, ...]]:
+    """The same for each of ``nodes`` that knows its own modules, by the same names.
+
+    Raises:
+        ModuleStackError: see :func:`read_module_stacks`.
+    """
+    raw = {node: _own_stack(node, module_stack_fn) for node in nodes if node.op == "call_function"}
+    raw = {node: stack for node, stack in raw.items() if stack}
+    of_collectives = _raw_stacks(skeleton, module_stack_fn)
+    names = _names_of(of_collectives, skeleton)
+    names = {**_root_names(_rooted(raw.values()), _left_out(names)), **names}
+    return {node: _named(stack, names) for node, stack in raw.items()}
+
+
+def read_model_modules(graph: fx.Graph) -> list[str]:
+    """Paths of all modules of the graph that Dynamo made, in order of first use.
+
+    The root of all parameters is left out, as it is where all collectives have one root.
+    """
+    raw = [stack for node in graph.nodes if (stack := _from_metadata(node))]
+    sources = [getattr(node, "_dynamo_source", None) for node in graph.nodes]
+    owning = [_split_root(str(source.name)) for source in sources if source is not None]
+    main = {root for root, steps in owning if len(steps) > 0}
+    left_out = next(iter(main)) if len(main) == 1 else None
+    names = _root_names(_rooted(raw), left_out)
+    scopes = (scope for stack in raw for scope in _named(stack, names))
+    return list({name: None for scope in scopes for name in scope.names})
+
+
+def _raw_stacks(
+    skeleton: Skeleton, module_stack_fn: ModuleStackFn | None
+) -> dict[int, list[_RawScope]]:
+    return {c.index: _raw_stack(c, module_stack_fn) for c in skeleton.collectives}
+
+
+def _names_of(
+    raw: Mapping[int, Sequence[_RawScope]], skeleton: Skeleton
+) -> dict[tuple[str, ...], str]:
+    """Names of roots; that of all parameters has none."""
+    carrying = [c.index for c in skeleton.collectives if c.traffic is not Traffic.OTHER]
+    main = dict.fromkeys(s.root for index in carrying or raw for s in raw[index] if s.root)
+    return _root_names(_rooted(raw.values()), next(iter(main)) if len(main) == 1 else None)
+
+
+def _rooted(stacks: Iterable[Sequence[_RawScope]]) -> list[_RawScope]:
+    return [scope for stack in stacks for scope in stack if scope.root]
+
+
+def _left_out(names: Mapping[tuple[str, ...], str]) -> tuple[str, ...] | None:
+    return next((root for root, name in names.items() if not name), None)
 
 
 # -- stacks ---------------------------------------------------------------------------------------
@@ -131,6 +188,11 @@ def _raw_stack(collective: Collective, module_stack_fn: ModuleStackFn | None) ->
         if stack:
             return stack
     return []
+
+
+def _own_stack(node: fx.Node, module_stack_fn: ModuleStackFn | None) -> list[_RawScope]:
+    asked = _asked(module_stack_fn, node) if module_stack_fn is not None else []
+    return asked or _from_metadata(node)
 
 
 def _from_metadata(node: fx.Node) -> list[_RawScope]:
@@ -186,11 +248,12 @@ def _named(
         path = ".".join([root, *raw.steps] if root else raw.steps)
         if not path or _PARAMETRIZATIONS in raw.steps:
             continue
-        scope = ModuleScope(path, raw.kind)
+        rooted = ".".join([_joined(raw.root[1:]), *raw.steps]) if raw.root and not root else None
+        kind = raw.kind
         if scopes and scopes[-1].path == path:
-            scopes[-1] = ModuleScope(path, raw.kind or scopes[-1].kind)
-        else:
-            scopes.append(scope)
+            wrapper = scopes.pop()
+            kind = kind or wrapper.kind
+        scopes.append(ModuleScope(path, kind, rooted))
     return tuple(scopes)
 
 

@@ -11,21 +11,21 @@ schedule.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch_patches._inductor.fx_passes.comm_overlap.passes.after_schedule import (
     merge_after_schedule,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.candidates import select_candidates
 from torch_patches._inductor.fx_passes.comm_overlap.passes.linear import LinearMerger
-from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import (
-    Limits,
-    Schedule,
-    plan_schedule,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import plan_greedily
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
-from torch_patches._inductor.fx_passes.comm_overlap.passes.units import make_units
+from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import (
+    Way,
+    excess_bytes,
+    schedule_way,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     DEFAULT_MEMORY_BYTES,
     DEFAULT_MEMORY_INCREASE,
@@ -43,15 +43,6 @@ GIB = 1 << 30
 CAPS_MB = (25.0, 50.0, 100.0, 200.0, 400.0, 800.0)
 
 
-@dataclass(frozen=True, eq=False)
-class Way:
-    """One way to bucket, with the schedule of its buckets, whose moves are in the plan."""
-
-    name: str
-    plan: Plan
-    schedule: Schedule
-
-
 def memory_limits(options: Options, peak_bytes: int) -> Limits:
     """The caps of the options, over an input with this peak.
 
@@ -65,10 +56,12 @@ def memory_limits(options: Options, peak_bytes: int) -> Limits:
         allowed = min(int(size) for size in asked if size is not None)
     flight = options.max_in_flight_gb
     prefetch = options.max_compute_pre_fetch
+    if prefetch is None and not options.places_by_modules:  # a module may be of any length
+        prefetch = DEFAULT_PREFETCH
     return Limits(
         peak_bytes=peak_bytes + allowed,
         in_flight_bytes=None if flight is None else int(flight * GIB),
-        prefetch_kernels=DEFAULT_PREFETCH if prefetch is None else prefetch,
+        prefetch_kernels=prefetch,
     )
 
 
@@ -81,21 +74,11 @@ def try_ways(track: Track, options: Options, limits: Limits) -> list[Way]:
     ways: list[Way] = []
     for name, choice in _choices(options):
         plan = _plan(track, choice, options, limits)
-        ways.append(_scheduled(name, plan, track, limits))
+        ways.append(schedule_way(name, plan, track, limits))
     alone = next(way for way in ways if way.name == "none").schedule
     plan = merge_after_schedule(track.order[0].graph, track, alone, options, limits)
-    ways.append(_scheduled("after schedule", plan, track, limits))
+    ways.append(schedule_way("after schedule", plan, track, limits))
     return sorted(ways, key=lambda way: _badness(way, limits))
-
-
-def reschedule(track: Track, way: Way, limits: Limits) -> Way:
-    """The way with a schedule for the buckets that its plan has now."""
-    return _scheduled(way.name, way.plan, track, limits)
-
-
-def _scheduled(name: str, plan: Plan, track: Track, limits: Limits) -> Way:
-    schedule = plan_schedule(track, make_units(track, plan.buckets), limits)
-    return Way(name, replace(plan, moves=schedule.moves), schedule)
 
 
 def _plan(track: Track, choice: Options | None, options: Options, limits: Limits) -> Plan:
@@ -127,5 +110,8 @@ def _is_free(options: Options) -> bool:
 
 
 def _badness(way: Way, limits: Limits) -> tuple[int, float, int]:
-    over = max(way.schedule.peak_bytes - limits.peak_bytes, 0)
-    return over, way.schedule.timeline.total_ms, -sum(len(b.members) for b in way.plan.buckets)
+    return (
+        excess_bytes(way, limits),
+        way.schedule.timeline.total_ms,
+        -sum(len(b.members) for b in way.plan.buckets),
+    )

@@ -92,7 +92,12 @@ def settle_form(
     return MergeForm.COPY if merger.merge_waits(members) else form
 
 
-def make_bucket(members: Sequence[Collective], form: MergeForm, reason: CloseReason) -> Bucket:
+def make_bucket(
+    members: Sequence[Collective],
+    form: MergeForm,
+    reason: CloseReason,
+    by_registration: bool = False,
+) -> Bucket:
     """A bucket of ``members``, put in graph order, with the documented payload order."""
     members = sorted(members, key=lambda member: member.index)
     if any(member.has_symbolic_size for member in members):
@@ -100,7 +105,7 @@ def make_bucket(members: Sequence[Collective], form: MergeForm, reason: CloseRea
     positions = [member.position for member in members]
     return Bucket(
         members=tuple(members),
-        payload_order=payload_order(members),
+        payload_order=payload_order(members, by_registration),
         form=form,
         close_reason=reason,
         size_bytes=sum(member.size_bytes for member in members),
@@ -108,14 +113,22 @@ def make_bucket(members: Sequence[Collective], form: MergeForm, reason: CloseRea
     )
 
 
-def payload_order(members: Sequence[Collective]) -> tuple[int, ...]:
+def payload_order(members: Sequence[Collective], by_registration: bool = False) -> tuple[int, ...]:
     """By the place of the parameter among the graph's inputs where known for all, else graph order.
 
     That place follows registration order under AOT export and order of first use under Dynamo.  For
     rank safety it is taken from the graph, never from this rank's Python objects.
+
+    Args:
+        by_registration: by the order of registration where that is known for all, as FSDP2 lays out
+            what it sends.  It comes from this rank's model, as the names do that module buckets are
+            made of: ranks that share a bucket must have registered its parameters alike.
     """
-    indices = [member.parameter_index for member in members]
     places = range(len(members))
+    indices = [member.parameter_index for member in members]
+    registered = [member.tag.index if member.tag is not None else None for member in members]
+    if by_registration and None not in registered:
+        indices = registered
     if any(index is None for index in indices):
         return tuple(places)
     return tuple(sorted(places, key=lambda place: (indices[place], place)))

@@ -17,8 +17,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .module_pattern import PatternError, PatternIndex, parse_pattern
-from .near_names import KnownNames, near_names
+from torch_patches._inductor.fx_passes.comm_overlap.passes.module_pattern import (
+    PatternError,
+    PatternIndex,
+    parse_pattern,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.passes.near_names import KnownNames, near_names
 
 Entry = tuple[str, ...] | str
 

@@ -17,7 +17,11 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator
 
-from .module_pattern import PatternError, PatternIndex, parse_pattern
+from torch_patches._inductor.fx_passes.comm_overlap.passes.module_pattern import (
+    PatternError,
+    PatternIndex,
+    parse_pattern,
+)
 
 _LIMIT = 3
 """Names in an answer."""

@@ -58,6 +58,7 @@ def follow_scatters(
     scatter_of: Mapping[int, int],
     merger: Merger,
     options: Options,
+    by_registration: bool = False,
 ) -> tuple[Plan, list[Collective]]:
     """Buckets the replicas of each bucket's members, where legal.
 
@@ -65,6 +66,7 @@ def follow_scatters(
         scatters: buckets decided so far; merged by ``merger``.
         replicas: all-reduces that may be merged.
         scatter_of: see :func:`scatters_of_replicas`.
+        by_registration: see :func:`~.buckets.payload_order`.
 
     Returns:
         The buckets and refusals; and the replicas whose reduce-scatter is in no bucket.
@@ -83,7 +85,7 @@ def follow_scatters(
             for replica in of_scatter.pop(member.index, ()):
                 groups.setdefault(merge_key(replica), []).append(replica)
         for key, group in groups.items():
-            bucket, refused = _bucket_behind(leader, group, merger, options)
+            bucket, refused = _bucket_behind(leader, group, merger, options, by_registration)
             buckets.extend(bucket)
             lone = RefusalReason.ALONE_IN_KEY if count[key] == 1 else None
             refusals.extend(Refusal((c.start.name,), lone or why) for c, why in refused)
@@ -96,6 +98,7 @@ def _bucket_behind(
     group: Sequence[Collective],
     merger: Merger,
     options: Options,
+    by_registration: bool,
 ) -> tuple[list[Bucket], list[tuple[Collective, RefusalReason]]]:
     """One bucket of ``group`` at most, and what could not join it."""
     first = group[0]
@@ -113,4 +116,4 @@ def _bucket_behind(
     if len(members) == 1:
         return [], [(first, refused[0][1] if refused else RefusalReason.LEFT_OVER), *refused]
     form = settle_form(merger, members, form, options)
-    return [make_bucket(members, form, leader.close_reason)], refused
+    return [make_bucket(members, form, leader.close_reason, by_registration)], refused

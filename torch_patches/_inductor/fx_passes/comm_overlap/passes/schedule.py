@@ -25,6 +25,11 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Lanes, Timeline
+from torch_patches._inductor.fx_passes.comm_overlap.passes.timing import (
+    REDUCTION_MARGIN,
+    Timing,
+    latest_starts,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
 from torch_patches._inductor.fx_passes.comm_overlap.passes.units import Unit
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
@@ -33,10 +38,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Move,
     Traffic,
 )
-
-#: A gather is planned as if it took this many times its estimate, and a reduction is waited for
-#: this share of its time after it ended by the estimate: estimates are not exact.
-GATHER_MARGIN, REDUCTION_MARGIN = 1.5, 0.5
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,17 @@ class Schedule:
     operations: int
 
 
-def plan_schedule(track: Track, units: Sequence[Unit], limits: Limits) -> Schedule:
+def plan_schedule(
+    track: Track, units: Sequence[Unit], limits: Limits, timing: Timing | None = None
+) -> Schedule:
     """Places every start and wait of a graph.
 
     Args:
         units: all collectives of the graph (:func:`~.units.make_units`); buckets of gathers must
             have a place between the inputs of all and the first use of one.
+        timing: of all gathers and reductions; the limits hold all the same.
     """
-    scheduler = _Scheduler(track, units, limits)
+    scheduler = _Scheduler(track, units, limits, timing)
     scheduler.run()
     timeline = scheduler.lanes.finish([unit.launch for unit in units])
     return Schedule(tuple(scheduler.moves), timeline, scheduler.peak, scheduler.operations)
@@ -89,8 +93,10 @@ def plan_schedule(track: Track, units: Sequence[Unit], limits: Limits) -> Schedu
 class _Scheduler:
     """One pass; see the module."""
 
-    def __init__(self, track: Track, units: Sequence[Unit], limits: Limits) -> None:
-        self.track, self.limits = track, limits
+    def __init__(
+        self, track: Track, units: Sequence[Unit], limits: Limits, timing: Timing | None
+    ) -> None:
+        self.track, self.limits, self.timing = track, limits, timing
         self.lanes = Lanes(track.model)
         self.moves: list[Move] = []
         self.operations = 0
@@ -103,7 +109,7 @@ class _Scheduler:
         self.segment = 0  # side effects that were passed
         self.unit_of = {member.index: unit for unit in units for member in unit.members}
         gathers = sorted((u for u in units if u.gathers), key=lambda u: (u.latest, u.use, u.index))
-        self.latest = _latest_starts(track, gathers, units)
+        self.latest = {} if timing is not None else latest_starts(track, gathers, units)
         self.pending: dict[str, list[Unit]] = {}
         for unit in reversed(gathers):
             self.pending.setdefault(unit.group, []).append(unit)
@@ -188,6 +194,8 @@ class _Scheduler:
         bound = self.limits.prefetch_kernels
         if bound is not None and track.slot[unit.use] - track.slot[place] > bound:
             return False
+        if self.timing is not None:
+            return place >= self.timing.starts[unit.index] and self._fits(unit, place)
         backlog = self.lanes.group_free.get(unit.group, 0.0) - self.lanes.now
         if backlog > upcoming_ms:
             return False  # it would begin no earlier than if it were issued behind the kernel
@@ -363,12 +371,16 @@ class _Scheduler:
         """Waits for reductions that ended a while ago; for the oldest where memory is short."""
         bound = self.limits.in_flight_bytes
         free = self.limits.peak_bytes - self.track.fixed_bytes[self.slot] - self.extra
-        now = self.lanes.now
         for unit in self._collectable():
             crowded = bound is not None and self.in_flight > bound
-            ended = self.lanes.end_of(unit.launch) + REDUCTION_MARGIN * unit.launch.ms
-            if ended <= now or crowded or self.held > free:
+            if self._is_over(unit, place) or crowded or self.held > free:
                 self._collect(unit, place)
+
+    def _is_over(self, unit: Unit, place: int) -> bool:
+        if self.timing is not None:
+            return place >= self.timing.waits[unit.index]
+        ended = self.lanes.end_of(unit.launch) + REDUCTION_MARGIN * unit.launch.ms
+        return ended <= self.lanes.now
 
     def _collectable(self) -> list[Unit]:
         """Those that were waited for between the same side effects in the input."""
@@ -389,28 +401,3 @@ class _Scheduler:
         for fed in self.fed.get(unit.index, ()):
             self.feeders[fed.index].discard(unit.index)
             self._launch_if_ready(place, fed)
-
-
-def _latest_starts(
-    track: Track, gathers: Sequence[Unit], units: Sequence[Unit]
-) -> dict[int, float]:
-    """Compute ms at which each gather must start to be in time for its use and for the next gather
-    of its stream; reductions that become ready in between take their time on it too."""
-    arrivals: dict[str, list[tuple[float, float]]] = {}
-    for unit in units:
-        if unit.index in track.reductions:
-            ready = track.compute_before[max(track.place[m.start] for m in unit.members)]
-            arrivals.setdefault(unit.group, []).append((ready, unit.launch.ms))
-    for waiting in arrivals.values():
-        waiting.sort()
-    latest: dict[int, float] = {}
-    next_start: dict[str, float] = {}
-    for unit in reversed(gathers):
-        later = next_start.get(unit.group, float("inf"))
-        start = min(track.compute_before[unit.use], later) - GATHER_MARGIN * unit.launch.ms
-        waiting = arrivals.get(unit.group, [])
-        while waiting and waiting[-1][0] >= start:
-            ready, ms = waiting.pop()
-            start -= ms if ready < later else 0.0
-        latest[unit.index] = next_start[unit.group] = start
-    return latest

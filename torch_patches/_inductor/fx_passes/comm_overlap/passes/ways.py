@@ -1,0 +1,57 @@
+"""A way to treat a graph: buckets, and where their starts and waits go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import (
+    Limits,
+    Schedule,
+    plan_schedule,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.passes.timing import Timing
+from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
+from torch_patches._inductor.fx_passes.comm_overlap.passes.units import Unit, make_units
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Plan
+
+#: Chooses places for the launches of a graph.
+ChooseTiming = Callable[[Sequence[Unit]], Timing]
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """One way to bucket, with the schedule of its buckets, whose moves are in the plan.
+
+    Args:
+        choose_timing: what placed them; None where the estimates did.
+    """
+
+    name: str
+    plan: Plan
+    schedule: Schedule
+    choose_timing: ChooseTiming | None = None
+
+
+def schedule_way(
+    name: str,
+    plan: Plan,
+    track: Track,
+    limits: Limits,
+    choose_timing: ChooseTiming | None = None,
+) -> Way:
+    """The way with these buckets."""
+    units = make_units(track, plan.buckets)
+    timing = choose_timing(units) if choose_timing is not None else None
+    schedule = plan_schedule(track, units, limits, timing)
+    return Way(name, replace(plan, moves=schedule.moves), schedule, choose_timing)
+
+
+def reschedule(track: Track, way: Way, limits: Limits) -> Way:
+    """The way with a schedule for the buckets that its plan has now."""
+    return schedule_way(way.name, way.plan, track, limits, way.choose_timing)
+
+
+def excess_bytes(way: Way, limits: Limits) -> int:
+    """By how much it exceeds the memory cap."""
+    return max(way.schedule.peak_bytes - limits.peak_bytes, 0)
