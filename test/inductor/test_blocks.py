@@ -2,6 +2,7 @@
 
 import random
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.blocks import (
     Owner,
     find_blocks,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Traffic
+from torch_patches.testing.captured import load_captured
 from torch_patches.testing.gathers import Sharded
 from torch_patches.testing.named_models import (
     LINEAR,
@@ -30,6 +33,8 @@ from torch_patches.testing.named_models import (
     owner_of,
 )
 from torch_patches.testing.traced import trace
+
+DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -217,3 +222,19 @@ def test_compiled_model_by_its_parameters_names() -> None:
     names = [clean_parameter_name(i.name) for i in trace(Model, (4, 8)).inputs if i.name]
     found = find_blocks([Owner((), name) for name in names])
     assert found.plan == (("embed",), "layers.*", "tower.*", ("head",))
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("*.json.gz")), ids=lambda p: p.name.split(".")[0])
+def test_captured_graphs(path: Path) -> None:
+    """Every graph of a model gives one plan, though no class is known and a backward mixes blocks."""
+    for name, gm in load_captured(path).graphs.items():
+        skeleton = collect(gm.graph)
+        stacks = read_module_stacks(skeleton)
+        carrying = [c for c in skeleton.collectives if c.traffic is not Traffic.OTHER]
+        if not carrying:
+            assert (path.name, name) == ("llama_3l_ddp8.json.gz", "fw")  # all-reduces only
+            continue
+        owners = [Owner(stacks[c.index], None) for c in carrying]
+        found = find_blocks(owners, backward=name == "bw" or None)
+        assert found.plan == (("tok_embeddings",), "layers.*", ("norm", "output"))
+        assert_covers(found, owners)

@@ -63,6 +63,7 @@ def paths_of(gm: fx.GraphModule, fn: Any = None) -> list[list[str]]:
         ("L['self'].towers.text-1.proj", "towers.text-1.proj"),
         ("L['fn'].__closure__[0].cell_contents.layers.0", "layers.0"),
         ("L['fn'].__self__.layers.0", "layers.0"),
+        ("L['fn'].__defaults__[0].layers.0", "layers.0"),
         ("L['model'].layers.0", "layers.0"),
         ("G['model'].layers.0", "layers.0"),
         ("layers.0", "layers.0"),
@@ -202,6 +203,17 @@ def test_what_made_a_gradient_speaks_for_its_reduction() -> None:
     assert paths_of(b.output(after, gradient)) == [["made"], ["made"]]
 
 
+@pytest.mark.parametrize(("between", "expected"), [(10, ["far"]), (40, [])])
+def test_search_ends_after_some_nodes(between: int, expected: list[str]) -> None:
+    """mm -> view -> ... -> view -> all-reduce: long chains would make the search quadratic."""
+    b = GraphBuilder()
+    x = b.placeholder((8, 8))
+    node = named(b.call(aten.mm.default, x, x), "far")
+    for _ in range(between):
+        node = b.call(aten.view.default, node, [8, 8])
+    assert paths_of(b.output(b.reduce_and_wait(node, "sum", "g"))) == [expected]
+
+
 # -- roots ----------------------------------------------------------------------------------------
 
 
@@ -229,16 +241,18 @@ def test_root_itself_is_a_module_only_among_others() -> None:
     assert paths_of(both) == [["e", "e.emb"], ["d"]]
 
 
-def test_loss_beside_the_model_leaves_the_models_names_alone() -> None:
-    """The loss owns no parameter; its collective is of activations, and its root has a child's name."""
+@pytest.mark.parametrize(("child", "loss"), [("head", "loss"), ("loss", "L_loss")])
+def test_loss_beside_the_model_leaves_the_models_names_alone(child: str, loss: str) -> None:
+    """The loss owns no parameter; its collective is of activations.  Its root may have the name of a
+    child of the model."""
     b = GraphBuilder()
     start = named(b.all_gather(b.placeholder((4,)), 2, "g"), "layers.0")
-    child = named(b.all_gather(b.placeholder((4,)), 2, "g"), "loss")
-    hidden = b.call(aten.mul.Tensor, b.wait(start), b.wait(child))
+    second = named(b.all_gather(b.placeholder((4,)), 2, "g"), child)
+    hidden = b.call(aten.mul.Tensor, b.wait(start), b.wait(second))
     partial = b.all_reduce(hidden, "sum", "g")
     partial.meta["nn_module_stack"] = stack_meta(("L['loss']", "Loss"))
     result = b.call(aten.relu.default, b.wait(partial))
-    assert paths_of(b.output(result)) == [["layers.0"], ["loss"], ["L_loss"]]
+    assert paths_of(b.output(result)) == [["layers.0"], [child], [loss]]
 
 
 # -- real models ----------------------------------------------------------------------------------
