@@ -61,6 +61,26 @@ def test_module_dict_of_a_whole_model_is_no_list_of_blocks() -> None:
     )
 
 
+def composites(*path_and_kind: tuple[str, str]) -> list[Owner]:
+    return [
+        scoped(entry, (f"{entry[0]}.{part}", LINEAR)) for entry in path_and_kind for part in "qo"
+    ]
+
+
+def test_two_towers_of_one_class_are_no_list_of_blocks() -> None:
+    """Neither of the model itself, nor of a dict that holds a list of blocks beside them."""
+    assert find_blocks(composites(("text", "user.T"), ("image", "user.T"))).stacks == ()
+    blocks = composites(*((f"net.h.{n}", "user.Block") for n in range(2)))
+    towers = composites(("net.text", "user.T"), ("net.image", "user.T"))
+    assert find_blocks([*towers, *blocks]).plan == (("net.text", "net.image"), "net.h.*")
+
+
+def test_numbered_attributes_that_are_not_alike_are_no_blocks() -> None:
+    unlike = [*composites(("part1", "user.A")), scoped(("part2", "user.B"))]
+    third = scoped(("part3", "user.C"), ("part3.x", LINEAR))
+    assert find_blocks([*unlike, third]).stacks == ()
+
+
 def test_leaves_of_a_users_class_with_three_parameters_are_blocks() -> None:
     """They compute with their parameters themselves; heads are beside them."""
 
@@ -158,7 +178,9 @@ def test_two_series_in_one_module(prefix: str) -> None:
 
 def test_star_for_stages_only_where_every_match_is_a_block() -> None:
     """``stages.*.blocks.*`` would match the plain ``stages.2.blocks.0`` too."""
-    names = parameters(f"stages.{{0..1}}.blocks.{{0..1}}.{SWIN_BLOCK}", "stages.2.blocks.0.weight")
+    names = parameters(
+        f"stages.{{0..1}}.blocks.{{0..1}}.{SWIN_BLOCK}", "stages.2.blocks.{0..1}.weight"
+    )
     owners = [owner_of(n) for n in names]
     found = find_blocks(owners)
     assert found.plan == ("stages.0.blocks.*", "stages.1.blocks.*", ("stages.2",))

@@ -111,7 +111,7 @@ def expand(text: str) -> list[str]:
 
 
 def parameters(*texts: str) -> list[str]:
-    return [name for text in texts for name in expand(text)]
+    return list(dict.fromkeys(name for text in texts for name in expand(text)))
 
 
 LLAMA_BLOCK = ["attention.wq", "attention.wk", "attention.wo", "feed_forward.w1", "feed_forward.w2", "attention_norm"]  # fmt: skip

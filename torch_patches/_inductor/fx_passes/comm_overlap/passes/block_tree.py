@@ -78,8 +78,7 @@ class _Module:
     @property
     def likeness(self) -> object:
         """Equal for modules that are alike."""
-        kind = None if self.kind in _PLAIN_CONTAINERS else self.kind
-        return kind, frozenset((n, frozenset(c.children)) for n, c in self.children.items())
+        return self.kind, frozenset((n, frozenset(c.children)) for n, c in self.children.items())
 
 
 @dataclass(eq=False)
