@@ -52,7 +52,7 @@ class Side:
         error: why there is no result; all else is then 0.
         total_ms, compute_ms: of the simulated run, and of its compute nodes alone.
         uncorrected_ms: of the run where torch's copies into gathers are taken to write the whole
-            gathered buffer, as the first table of ``planner.md`` has it.
+            gathered buffer.
         exposed_ms: by process group.
         peak_bytes, freed_peak_bytes: inputs held; inputs freed, gathered parameters kept.
         launches: by kind.
