@@ -173,6 +173,12 @@ def test_entries_that_could_overlap_but_do_not_here_are_no_error() -> None:
     assert plan.check(without_layer_1, [], "error") == []
 
 
+def test_of_several_overlaps_the_first_in_the_plan_is_named() -> None:
+    plan = parse_plan(["layers.1", "layers.0", "layers.[0-1].attention", "layers.1.attention"])
+    with pytest.raises(ModulePlanError, match=r"'layers\.1' .* and 'layers\.\[0-1\]\.attention'"):
+        plan.check(LLAMA_PARAMETERS, [], "error")
+
+
 def test_overlap_is_an_error_also_under_warn() -> None:
     with pytest.raises(ModulePlanError, match="both match"):
         parse_plan(["layers.*", "layers.0"]).check(LLAMA_PARAMETERS, [], "warn")
@@ -227,6 +233,7 @@ def test_overlap_names_under_warn() -> None:
         ("_orig_mod.layers.*", ["layers.*"]),
         ("tok_embedding", ["tok_embeddings"]),
         ("attention.wq", ["layers.*.attention.wq"]),
+        ("tok.embeddings", ["tok_embeddings"]),  # alike with another number of components
         ("zzz", []),
     ],
 )
@@ -240,9 +247,15 @@ def test_nearest_name_of_a_model_inside_another() -> None:
     assert known.near("layers.*") == ["towers.*.layers.*"]
 
 
+def test_of_many_models_inside_the_three_least_deep_are_near() -> None:
+    known = KnownNames(["a.b.c.norm", "a.b.norm", "z.norm", "y.norm"])
+    assert known.near("norm") == ["y.norm", "z.norm", "a.b.norm"]
+
+
 def test_nearest_name_is_one_that_can_be_written() -> None:
     """Two numbers in a component have no pattern: a name that exists is given."""
-    assert KnownNames(["conv1x1.weight", "conv3x3.weight"]).near("convx") == ["conv1x1"]
+    # In the order of a set another one would be likely.
+    assert KnownNames({f"conv{n}x{n}.weight" for n in range(10)}).near("convx") == ["conv0x0"]
 
 
 def test_nearest_exact_names_are_no_patterns() -> None:

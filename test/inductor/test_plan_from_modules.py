@@ -38,7 +38,7 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(2)
         self.output = nn.Linear(2, 4)
         self.scale = nn.Parameter(torch.ones(2))
-        self.unused = None
+        self.register_module("unused", None)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.tok_embeddings(tokens)
@@ -144,6 +144,28 @@ def test_module_that_holds_itself_ends() -> None:
     assert plan_from_modules(model, [model.layers[0].norm]) == ["layers.0.norm"]
 
 
+@pytest.mark.parametrize("text", ["layers..0", "norm"])
+def test_texts_are_checked_as_those_of_a_plan(text: str) -> None:
+    """The second one repeats the name of a module in the plan."""
+    model = Model()
+    with pytest.raises(ModulePlanError, match=f"entry 1 of the module plan.*{text}"):
+        plan_from_modules(model, [model.norm, text])
+
+
+def test_mapping_is_no_list() -> None:
+    """Its keys, which iterating gives, are names in the user's code but not in the model."""
+    model = Model()
+    with pytest.raises(ModulePlanError, match="has a dict"):
+        plan_from_modules(model, [{"norm": model.output}])
+
+
+def test_name_with_a_bracket_is_refused() -> None:
+    model = nn.Module()
+    model.heads = nn.ModuleDict({"a[0]": Block()})
+    with pytest.raises(ModulePlanError, match="cannot be written in a plan"):
+        plan_from_modules(model, [model.heads["a[0]"]])
+
+
 # -- wrapped models -------------------------------------------------------------------------------
 
 
@@ -197,6 +219,11 @@ def test_ddp(process_group) -> None:
         assert plan_from_modules(wrapped, whole_plan(model)) == WHOLE
     model.module = nn.Linear(2, 2)  # a name like that of DDP's, in a module that is no DDP
     assert plan_from_modules(ddp, [model.module]) == ["module"]
+
+
+def test_data_parallel() -> None:
+    model = Model()
+    assert plan_from_modules(nn.DataParallel(model), whole_plan(model)) == WHOLE
 
 
 def test_fully_shard(process_group) -> None:
