@@ -89,8 +89,8 @@ def test_blocks_of_a_capture(blocks_of: ModuleType) -> None:
 
 
 def test_torch_makes_one_start_a_block(bench: ModuleType) -> None:
-    forward = bench.run_case(LLAMA, "fw", "topo_span", ["ours"], False)
-    backward = bench.run_case(LLAMA, "bw", "topo_span", ["ours"], False)
+    forward = bench.run_case(LLAMA, "fw", bench.Ours("topo_span", {}), ["ours"], False)
+    backward = bench.run_case(LLAMA, "bw", bench.Ours("topo_span", {}), ["ours"], False)
     assert forward.before.launches == {"all_gather": 30}
     assert forward.torch.launches == {"all_gather": 5}
     assert forward.torch.carrying == 5
@@ -101,7 +101,7 @@ def test_torch_makes_one_start_a_block(bench: ModuleType) -> None:
 
 
 def test_an_exception_is_a_result(bench: ModuleType) -> None:
-    case = bench.run_case(LLAMA, "fw", "no such mode", ["torch"], True)
+    case = bench.run_case(LLAMA, "fw", bench.Ours("no such mode", {}), ["torch"], True)
     assert "FlagError" in case.ours.error
     assert case.check is None
     assert "no such mode" in bench.table([case])
@@ -306,7 +306,7 @@ def test_copy_into_a_gather_writes_one_part_of_it(measuring: ModuleType) -> None
 
 
 def test_only_torch_is_corrected(bench: ModuleType) -> None:
-    case = bench.run_case(LLAMA, "fw", "topo_span", [], False)
+    case = bench.run_case(LLAMA, "fw", bench.Ours("topo_span", {}), [], False)
     assert case.before.uncorrected_ms == case.before.total_ms
     assert case.ours.uncorrected_ms == case.ours.total_ms
 

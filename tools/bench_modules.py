@@ -23,7 +23,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -101,7 +101,7 @@ class ModuleCase:
 # -- one graph ------------------------------------------------------------------------------------
 
 
-def run_case(path: Path, graph: str, mode: str, skip: Sequence[str], check: bool) -> ModuleCase:
+def run_case(path: Path, graph: str, ours_as: Ours, skip: Sequence[str], check: bool) -> ModuleCase:
     """Plans and measures one graph of a capture, in this process."""
     model = RuntimeModel()
     with planned(path, graph, lambda gm: gm) as done:
@@ -113,12 +113,12 @@ def run_case(path: Path, graph: str, mode: str, skip: Sequence[str], check: bool
     ours = Side(error="skipped")
     more: dict[str, Any] = {}
     if "ours" not in skip:
-        ours, more = run_ours(path, graph, mode, model, check)
+        ours, more = run_ours(path, graph, ours_as, model, check)
     both = not (torch_side.error or ours.error)
     return ModuleCase(
         file=path.name.removesuffix(".json.gz"),
         graph=graph,
-        mode=mode,
+        mode=ours_as.mode,
         torch_version=torch.__version__,
         before=before,
         torch=torch_side,
@@ -134,10 +134,9 @@ def by_torch(gm: fx.GraphModule, model: RuntimeModel) -> fx.GraphModule:
 
 
 def run_ours(
-    path: Path, graph: str, mode: str, model: RuntimeModel, check: bool
+    path: Path, graph: str, ours: Ours, model: RuntimeModel, check: bool
 ) -> tuple[Side, dict[str, Any]]:
     """Our side, and what only ours is asked for."""
-    ours = Ours(mode)
     with planned(path, graph, ours) as done:
         result = side(done, model)
         if done.error:
@@ -154,12 +153,12 @@ def run_ours(
 class Ours:
     """Our planner; remembers what the input's collectives belong to, and the report."""
 
-    def __init__(self, mode: str) -> None:
-        self.mode = mode
+    def __init__(self, mode: str, options: Mapping[str, Any]) -> None:
+        self.mode, self.options = mode, dict(options)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         before = _bench_blocks.Blocks.of(gm.graph)
-        report = torch_patches.optimize_graph(gm, bucketing_mode=self.mode, overlap=True)
+        report = torch_patches.optimize_graph(gm, bucketing_mode=self.mode, **self.options)
         if report.failure:
             raise RuntimeError(report.failure)
         self.blocks = replace(before, report=report)
@@ -260,6 +259,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("files", nargs="*", type=Path, help="captures (tools/capture_graph.py)")
     add("--mode", default="transformer_block", help="bucketing_mode of ours")
+    add("--options", default="{}", help="more arguments of optimize_graph for ours, as JSON")
     add("--graphs", default="fw,bw", help="which graphs of each file")
     add("--only", default="", help="only files whose name holds one of these, such as moe,hsdp")
     add("--skip", default="", help="leave out: torch, ours")
@@ -283,6 +283,7 @@ def in_own_process(item: tuple[Path, str], arguments: argparse.Namespace) -> Mod
     path, graph = item
     command = [sys.executable, __file__, str(path), "--here", "--graphs", graph]
     command += ["--mode", arguments.mode, "--skip", arguments.skip]
+    command += ["--options", arguments.options]
     command += ["--check"] if arguments.check else []
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -300,7 +301,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = [(path, graph) for path in chosen for graph in arguments.graphs.split(",")]
     if arguments.here:
         for path, graph in work:
-            case = run_case(path, graph, arguments.mode, arguments.skip, arguments.check)
+            ours = Ours(arguments.mode, json.loads(arguments.options))
+            case = run_case(path, graph, ours, arguments.skip, arguments.check)
             print(json.dumps(asdict(case)), flush=True)
         return 0
     cases = [case for path in arguments.cases for case in read_cases(path)]
