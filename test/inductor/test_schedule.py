@@ -122,7 +122,7 @@ def test_gather_starts_under_the_compute_in_front_of_its_use() -> None:
     gm = layers(3)
     assert run(gm).total_ms == 42.0
     assert schedule(gm).total_ms == 34.0  # the first gather is exposed
-    assert text(gm) == "s0 w0 s1 mm w1 s2 mm w2 mm"
+    assert text(gm) == "s0 s1 w0 mm w1 s2 mm w2 mm"
 
 
 def test_gather_starts_no_earlier_than_pays() -> None:

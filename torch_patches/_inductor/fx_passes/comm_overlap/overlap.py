@@ -3,6 +3,8 @@
     forecast -> ways, the best first -> check -> apply -> forecast again -> keep, or undo and take
                                                                             the next one
 
+A way that exceeds the memory cap is planned once more with so much less of it.
+
 A way is kept if the graph that it really makes is legal, no slower than the input by the estimates,
 within the memory cap, and has every overlap that was planned.  Else less is done, down to nothing.
 """
@@ -54,8 +56,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
 
 log = logging.getLogger(__name__)
 
-#: Ways that are applied before the graph is left as it was; bounds the work.
-MAX_APPLIED = 3
+#: Plans that are applied before the graph is left as it was; bounds the work.
+MAX_APPLIED = 4
 #: Times are sums of floats in another order: what is not slower than this is equal.
 _ROUNDING_MS = 1e-6
 
@@ -112,11 +114,12 @@ def _overlap(
     eager = options.run_eagerly
     before = forecast(graph, skeleton, model, eager=eager)
     limits = memory_limits(options, before.peak_bytes)
-    held_limit = memory_limits(options, before.held_peak_bytes).peak_bytes
+    caps = _Caps(limits.peak_bytes, memory_limits(options, before.held_peak_bytes).peak_bytes)
     given_up: set[str] = set()
+    tightened: set[str] = set()
     operations = 0
-    while True:
-        live = combined_live(before, limits.peak_bytes, held_limit)
+    for _ in range(MAX_APPLIED):
+        live = combined_live(before, caps.peak_bytes, caps.held_peak_bytes)
         track = read_track(before.order, before.skeleton, model, before.costs, live)
         if labels is not None:
             ways = module_ways(track, options, limits, labels)
@@ -125,21 +128,41 @@ def _overlap(
         ways = [way for way in ways if way.name not in given_up]
         operations += sum(way.schedule.operations + way.plan.operations for way in ways)
         ways = [way for way in ways if not _is_slower(way.schedule.timeline, before.timeline)]
-        if not ways or len(given_up) == MAX_APPLIED:
-            return _nothing(before, options, operations)
+        if not ways:
+            break
         way = _legal(graph, track, ways[0], limits)
         snapshot = Snapshot(graph)
         apply_plan(graph, before.skeleton, way.plan, run_eagerly=eager)
         graph.lint()
         after = forecast(graph, collect(graph), model, eager=eager)
-        problem = _problem(before, after, limits.peak_bytes, held_limit) or _lost(way, after)
+        excess = caps.excess_bytes(after)
+        problem = _problem(before, after, caps) or _lost(way, after)
         if problem is None:
             plan = replace(way.plan, operations=operations)
             return Overlapped(plan, way.name, before, after)
         log.debug("way %r is given up: %s", way.name, problem)
-        given_up.add(way.name)
+        if excess and way.name not in tightened:
+            tightened.add(way.name)  # its schedule needs more than it thought it would
+            planned = min(way.schedule.peak_bytes, limits.peak_bytes)
+            limits = replace(limits, peak_bytes=planned - excess)
+        else:
+            given_up.add(way.name)
         snapshot.restore()  # which makes new nodes in the place of those that were erased
         before = forecast(graph, collect(graph), model, eager=eager)
+    return _nothing(before, options, operations)
+
+
+@dataclass(frozen=True)
+class _Caps:
+    """Most bytes with inputs freed after their last use, and with inputs held."""
+
+    peak_bytes: int
+    held_peak_bytes: int
+
+    def excess_bytes(self, after: Forecast) -> int:
+        """By how much a graph exceeds them; 0 if it does not."""
+        freed = after.peak_bytes - self.peak_bytes
+        return max(freed, after.held_peak_bytes - self.held_peak_bytes, 0)
 
 
 def _nothing(before: Forecast, options: Options, operations: int) -> Overlapped:
@@ -159,14 +182,13 @@ def _legal(graph: fx.Graph, track: Track, way: Way, limits: Limits) -> Way:
     return reschedule(track, replace(way, plan=checked), limits)
 
 
-def _problem(before: Forecast, after: Forecast, limit: int, held_limit: int) -> str | None:
+def _problem(before: Forecast, after: Forecast, caps: _Caps) -> str | None:
     """What the changed graph does not hold, or None."""
     if _is_slower(after.timeline, before.timeline):
         return f"it takes {after.timeline.total_ms} ms instead of {before.timeline.total_ms}"
-    if after.peak_bytes > limit:
-        return f"its peak is {after.peak_bytes} bytes, the limit {limit}"
-    if after.held_peak_bytes > held_limit:
-        return f"its peak with inputs held is {after.held_peak_bytes}, the limit {held_limit}"
+    if caps.excess_bytes(after):
+        peaks = (after.peak_bytes, after.held_peak_bytes)
+        return f"its peaks, with inputs freed and held, are {peaks} bytes, the caps {caps}"
     return None
 
 

@@ -20,6 +20,9 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
 from torch_patches._inductor.fx_passes.comm_overlap.passes.units import Unit
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
 
+#: Kernels at most between the last gradient of a module and the first use of the next one's gather.
+_NEAR_KERNELS = 32
+
 
 def time_blocks(
     track: Track,
@@ -39,10 +42,22 @@ def time_blocks(
     """
     gathers = [unit for unit in units if unit.gathers]
     reductions = [unit for unit in units if unit.index in track.reductions]
+    waits = _waits(track, reductions, visit_of, deferral, hiders)
+    uses = sorted(unit.use for unit in gathers)
     return Timing(
         starts=_starts(track, gathers, visit_of, prefetch, hiders),
-        waits=_waits(track, reductions, visit_of, deferral, hiders),
+        waits={index: _behind_starts(place, uses, track) for index, place in waits.items()},
     )
+
+
+def _behind_starts(place: int, uses: Sequence[int], track: Track) -> int:
+    """A wait for a reduction lets the gather go first that starts in the same gap between modules:
+    the network would stand idle while compute waits and then prepares its payload."""
+    following = bisect_left(uses, place)
+    if following == len(uses):
+        return place
+    near = track.slot[uses[following]] - track.slot[place] <= _NEAR_KERNELS
+    return uses[following] if near else place
 
 
 def _visit(unit: Unit, visit_of: Mapping[int, Visit]) -> Visit | None:
@@ -96,37 +111,66 @@ def _waits(
     depth: int,
     hiders: Mapping[str, Sequence[int]],
 ) -> dict[int, int]:
-    """A launch of no module is waited for as if it were a module of its own."""
-    ready: dict[object, int] = {}
-    chain: dict[int, int] = {}  # reductions in front of it that feed it
+    """A launch of no module is waited for as if it were a module of its own.
+
+    A bucket that others feed with all they have is waited for so much later.  What feeds only some
+    members of a bucket (tensor-parallel norms) is waited for where the others are ready.
+    """
+    ready = {u.index: max(track.place[member.start] for member in u.members) for u in reductions}
+    owners = {unit.index: _visit(unit, visit_of) or unit.index for unit in reductions}
+    done: dict[Visit | int, int] = {}
     for unit in reductions:
-        owner = _visit(unit, visit_of) or unit.index
-        place = max(track.place[member.start] for member in unit.members)
-        ready[owner] = max(ready.get(owner, place), place)
-        feeders = [m.feeder for m in unit.members if m.feeder is not None]
-        links = 1 + max((chain.get(feeder, -1) for feeder in feeders), default=-1)
-        chain.update((member.index, links) for member in unit.members)
-    order = sorted(ready, key=ready.__getitem__)
+        owner = owners[unit.index]
+        done[owner] = max(done.get(owner, 0), ready[unit.index])
+    order = sorted(done, key=done.__getitem__)
     number = {owner: position for position, owner in enumerate(order)}
-    end = len(track.order) - 1
+    chains = _Chains(reductions)
     waits: dict[int, int] = {}
     for unit in reductions:
-        visit = _visit(unit, visit_of)
-        owner = visit or unit.index
-        later = number[owner] + depth * (1 + chain[unit.index])
-        waits[unit.index] = ready[order[later]] if later < len(order) else end
-        wanted = hiders.get(visit.label, ()) if visit is not None else ()
-        behind = wanted[bisect_left(wanted, ready[owner]) :]
-        # As far as the hiding module runs before the next run of this one.
-        following = [ready[o] for o in order[number[owner] + 1 :] if _is_label(o, visit)]
-        behind = behind[: bisect_left(behind, following[0])] if following else behind
-        if behind:
-            waits[unit.index] = behind[-1] + 1
+        owner = owners[unit.index]
+        later = number[owner] + depth * (1 + chains.length(unit.index))
+        waits[unit.index] = done[order[later]] if later < len(order) else len(track.order) - 1
+        if isinstance(owner, Visit) and (wanted := hiders.get(owner.label)):
+            runs = [done[o] for o in order[number[owner] + 1 :] if _is_label(o, owner.label)]
+            behind = wanted[bisect_left(wanted, done[owner]) :]
+            behind = behind[: bisect_left(behind, runs[0])] if runs else behind
+            waits[unit.index] = behind[-1] + 1 if behind else waits[unit.index]
+    for feeder, fed in chains.mixed():
+        waits[feeder] = ready[fed]
     return waits
 
 
-def _is_label(owner: object, visit: Visit | None) -> bool:
-    return isinstance(owner, Visit) and visit is not None and owner.label == visit.label
+class _Chains:
+    """Which reductions pass on the results of which."""
+
+    def __init__(self, reductions: Sequence[Unit]) -> None:
+        unit_of = {member.index: unit.index for unit in reductions for member in unit.members}
+        self._feeders: dict[int, set[int]] = {}  # unit -> units
+        self._mixed: set[int] = set()  # units with members that nobody feeds
+        self._lengths: dict[int, int] = {}
+        for unit in reductions:
+            found = [unit_of.get(m.feeder) if m.feeder is not None else None for m in unit.members]
+            self._feeders[unit.index] = {f for f in found if f is not None} - {unit.index}
+            if None in found:
+                self._mixed.add(unit.index)
+
+    def length(self, index: int) -> int:
+        """Units in front of this one that feed all of it."""
+        if index not in self._lengths:
+            self._lengths[index] = 0
+            if self._feeders[index] and index not in self._mixed:
+                self._lengths[index] = 1 + max(map(self.length, self._feeders[index]))
+        return self._lengths[index]
+
+    def mixed(self) -> list[tuple[int, int]]:
+        """(feeder, the unit that it feeds a part of)."""
+        return [
+            (f, unit) for unit in self._feeders for f in self._feeders[unit] if unit in self._mixed
+        ]
+
+
+def _is_label(owner: Visit | int, label: str) -> bool:
+    return isinstance(owner, Visit) and owner.label == label
 
 
 def find_hiders(track: Track, options: Options) -> dict[str, list[int]]:

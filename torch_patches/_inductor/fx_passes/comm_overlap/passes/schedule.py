@@ -274,6 +274,10 @@ class _Scheduler:
             return
         self.used.add(unit.index)
         self.in_flight -= unit.size_bytes
+        # What is due before compute goes on starts first: its stream would stand idle otherwise, for
+        # as long as its payload is prepared behind this wait.
+        self._start_due(place, max(self.lanes.end_of(unit.launch) - self.lanes.now, 0.0))
+        self.moves.extend(Move(wait, place) for m in unit.members for wait in m.waits[:1])
         self.lanes.wait(unit.launch, unit.waits)
         if unit.copy_out is not None:
             self._note_peak(unit.size_bytes)
