@@ -16,7 +16,7 @@ def explain(report: Report) -> str:
     bucket; what was refused, by reason."""
     lines = [report.summary()]
     if report.module_plan:
-        lines.extend(_module_plan(report))
+        lines.extend(describe_module_plan(report))
     for bucket in report.buckets:
         name = f"{bucket.label}: " if bucket.label else ""
         lines.append(
@@ -27,7 +27,8 @@ def explain(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _module_plan(report: Report) -> Iterator[str]:
+def describe_module_plan(report: Report) -> Iterator[str]:
+    """Which blocks were found, and the plan as Python."""
     if report.modules_found:
         yield from report.modules_found.splitlines()
     entries = [entry if isinstance(entry, str) else list(entry) for entry in report.module_plan]

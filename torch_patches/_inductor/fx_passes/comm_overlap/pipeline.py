@@ -50,26 +50,25 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.dynamo_inputs import r
 from torch_patches._inductor.fx_passes.comm_overlap.graph.modules import (
     ModuleScope,
     ModuleStackError,
-    clean_parameter_name,
-    read_model_modules,
     read_node_stacks,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import tag_of
+from torch_patches._inductor.fx_passes.comm_overlap.module_names import (
+    check_module_names as check_module_names,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.module_names import (
+    warn_uncovered,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.overlap import Overlapped, overlap
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import (
     uncovered_owners,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import (
-    ModulePlanError,
-    check_overlap_names,
-    parse_plan,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import ModulePlanError
 from torch_patches._inductor.fx_passes.comm_overlap.passes.tagging import is_tagged, tag_graph
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import plan_topo_span
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    InputKind,
     Options,
     Plan,
     RecordedInput,
@@ -119,33 +118,6 @@ def record_inputs_of(model: object) -> tuple[RecordedInput, ...]:
         _raise_if_strict(error)
         _warn_untagged(f"{type(error).__name__}: {error}")
         return ()
-
-
-def check_module_names(
-    model: object, recorded: Sequence[RecordedInput], options: Options
-) -> Options:
-    """Compares the plan of modules with the names that Dynamo's graph knows, of the whole model.
-
-    Graphs behind it know a part of them, and do not check again.
-
-    Raises:
-        ModulePlanError: see :func:`~.passes.module_plan.ModulePlan.check`.
-    """
-    if not options.reads_modules:
-        return options
-    named = [r.name for r in recorded if r.kind is InputKind.PARAMETER and r.name]
-    if not named or not isinstance(model, fx.GraphModule):
-        return replace(options, module_plan_unmatched="warn")  # a part of the names, at best
-    parameters = [clean_parameter_name(name) for name in named]
-    modules = read_model_modules(model.graph)
-    if options.bucketing_mode == "modules":
-        plan = parse_plan(options.module_bucket_plans)
-        for sentence in plan.check(parameters, modules, options.module_plan_unmatched):
-            warn_once_of_plan(sentence)
-        buckets = [plan.bucket_of(name) for name in (*modules, *parameters)]
-        known = list({bucket: None for bucket in buckets if bucket is not None})
-        check_overlap_names(dict(options.module_overlap_with), known, modules)
-    return replace(options, module_names_checked=True)
 
 
 def run_joint(graph: fx.Graph, options: Options, recorded: Sequence[RecordedInput] = ()) -> None:
@@ -362,7 +334,7 @@ def _tell(report: Report, options: Options) -> None:
     try:
         emit_report(report)
         if report.uncovered:
-            _warn_uncovered(report.uncovered, options.module_uncovered)
+            warn_uncovered(report.uncovered, options.module_uncovered)
     except Exception as error:
         _raise_if_strict(error)
         log.warning("torch_patches changed a graph but could not report it", exc_info=True)
@@ -401,25 +373,6 @@ def _warn_untagged(reason: str) -> None:
         reason,
         STRICT_VARIABLE,
     )
-
-
-@functools.cache
-def _warn_uncovered(owners: tuple[str, ...], treatment: str) -> None:
-    """Once for each set."""
-    shown = ", ".join(owners[:20]) + (f", and {len(owners) - 20} more" if len(owners) > 20 else "")
-    log.warning(
-        "torch_patches: no entry of the module plan covers the collectives of %s; they are %s "
-        "(aten_distributed_optimizations.module_uncovered = %r)",
-        shown,
-        "bucketed as by 'topo_span'" if treatment == "bucket" else "left as they are",
-        treatment,
-    )
-
-
-@functools.cache
-def warn_once_of_plan(sentence: str) -> None:
-    """What a plan's check found and is no error."""
-    log.warning("torch_patches: %s", sentence)
 
 
 @functools.cache

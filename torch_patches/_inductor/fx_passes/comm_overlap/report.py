@@ -12,6 +12,10 @@ from dataclasses import asdict, dataclass, field, replace
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import CollectiveSpan
+from torch_patches._inductor.fx_passes.comm_overlap.explain import (
+    describe_module_plan,
+    explain,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.graph.metrics import (
     displaced_share,
     max_consecutive_compute_between_reduce_scatters,
@@ -177,8 +181,6 @@ class Report:
 
     def explain(self) -> str:
         """What was done in some lines for people; module buckets with a plan to paste."""
-        from torch_patches._inductor.fx_passes.comm_overlap.explain import explain
-
         return explain(self)
 
     def to_json(self) -> str:
@@ -382,6 +384,8 @@ def emit_report(report: Report) -> None:
     from torch._logging import trace_structured
 
     log.info("%s", report.summary(), extra={"report": report})
+    if report.module_plan:
+        log.info("%s", "\n".join(describe_module_plan(report)))
     counts = counters["inductor"]
     counts["comm_overlap_graphs"] += 1
     counts["comm_overlap_buckets"] += len(report.buckets)
