@@ -12,8 +12,10 @@ is bucketed as by topo_span, or left.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import (
     Merger,
@@ -24,6 +26,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.candidates import select_candidates
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import ModuleLabels
+from torch_patches._inductor.fx_passes.comm_overlap.passes.movable import Gather
 from torch_patches._inductor.fx_passes.comm_overlap.passes.replicas import (
     follow_scatters,
     scatters_of_replicas,
@@ -217,3 +220,33 @@ class _VisitPlanner:
     def _refuse(self, members: Sequence[Collective], reason: RefusalReason, label: str) -> None:
         names = tuple(member.start.name for member in members)
         self.refusals.append(Refusal(names, reason, f"module bucket {label}"))
+
+
+def split_for_memory(plan: Plan, gathers: Mapping[int, Gather], free: Mapping[int, int]) -> Plan:
+    """Parts of buckets of gathers that memory kept from starting in time: those of the members used
+    first that find room start in time, the others where they can.
+
+    Args:
+        gathers: by index of the collective.
+        free: index of a bucket's first member -> bytes that it may have.
+    """
+    buckets: list[Bucket] = []
+    refusals = list(plan.refusals)
+    for bucket in plan.buckets:
+        room = free.get(bucket.members[0].index)
+        early, late = list[Collective](), list(bucket.members)
+        if room is not None:
+            by_use = sorted(bucket.members, key=lambda m: (gathers[m.index].use, m.index))
+            ends = list(accumulate(gathers[m.index].flight_bytes for m in by_use))
+            early, late = by_use[: bisect_right(ends, room)], by_use[bisect_right(ends, room) :]
+        if not (early and late):
+            buckets.append(bucket)
+            continue
+        for members in (early, late):
+            if len(members) > 1:
+                made = make_bucket(members, bucket.form, CloseReason.BYTES, by_registration=True)
+                buckets.append(replace(made, label=bucket.label))
+        names = tuple(member.start.name for member in late)
+        refusals.append(Refusal(names, RefusalReason.MEMORY, f"module bucket {bucket.label}"))
+    buckets.sort(key=lambda b: b.members[0].index)
+    return replace(plan, buckets=tuple(buckets), refusals=tuple(refusals))

@@ -11,6 +11,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.block_timing import (
 from torch_patches._inductor.fx_passes.comm_overlap.passes.linear import LinearMerger
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_buckets import (
     plan_module_buckets,
+    split_for_memory,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import ModuleLabels
 from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
@@ -25,10 +26,14 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
 
+#: Buckets are made in parts if that brings the run below this share of its time.
+_WORTH_PARTS = 0.999
+
 
 def module_ways(track: Track, options: Options, limits: Limits, labels: ModuleLabels) -> list[Way]:
-    """The buckets of the modules, placed as asked for; then without prefetch and deferral, for where
-    the first does not hold what it must.
+    """The buckets of the modules, placed as asked for, in parts where memory kept a whole one from
+    starting in time and that pays; then without prefetch and deferral, for where the first does not
+    hold what it must.
 
     With ``enable_overlap_scheduling`` the estimates place them, else the order of the modules.
     """
@@ -43,11 +48,18 @@ def module_ways(track: Track, options: Options, limits: Limits, labels: ModuleLa
         return choose
 
     asked = by_modules(options.module_prefetch_depth, options.module_deferral_depth)
-    choices = {
-        "as asked": asked if options.places_by_modules else None,
-        "in place": by_modules(0, 0),
-    }
-    ways = [
-        schedule_way(name, buckets.plan, track, limits, choose) for name, choose in choices.items()
-    ]
+    choose = asked if options.places_by_modules else None
+    ways = [schedule_way("as asked", buckets.plan, track, limits, choose)]
+    short = ways[0].schedule.short
+    if short:
+        plan = split_for_memory(buckets.plan, track.gathers, short)
+        ways.append(schedule_way("as asked, in parts", plan, track, limits, choose))
+    # Parts cost launches: they must pay.
+    if len(ways) == 2 and _total_ms(ways[1]) < _WORTH_PARTS * _total_ms(ways[0]):
+        ways.reverse()
+    ways.append(schedule_way("in place", buckets.plan, track, limits, by_modules(0, 0)))
     return sorted(ways, key=lambda way: excess_bytes(way, limits) > 0)
+
+
+def _total_ms(way: Way) -> float:
+    return way.schedule.timeline.total_ms

@@ -19,12 +19,13 @@ placed as one (:class:`~.units.Unit`).  Linear in the graph, times the slots tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Lanes, Timeline
+from torch_patches._inductor.fx_passes.comm_overlap.passes.occupancy import Occupancy
 from torch_patches._inductor.fx_passes.comm_overlap.passes.timing import (
     REDUCTION_MARGIN,
     Timing,
@@ -66,12 +67,15 @@ class Schedule:
         timeline: the simulated run.
         peak_bytes: most live bytes in a slot, where waits and frees are taken a slot late.
         operations: counted work.
+        short: index of a unit of gathers that could not start where its timing wanted -> bytes that
+            were free there until its use.
     """
 
     moves: tuple[Move, ...]
     timeline: Timeline
     peak_bytes: int
     operations: int
+    short: Mapping[int, int] = field(default_factory=dict)
 
 
 def plan_schedule(
@@ -87,7 +91,14 @@ def plan_schedule(
     scheduler = _Scheduler(track, units, limits, timing)
     scheduler.run()
     timeline = scheduler.lanes.finish([unit.launch for unit in units])
-    return Schedule(tuple(scheduler.moves), timeline, scheduler.peak, scheduler.operations)
+    memory = scheduler.memory
+    return Schedule(
+        moves=tuple(scheduler.moves),
+        timeline=timeline,
+        peak_bytes=memory.peak_bytes,
+        operations=scheduler.operations + memory.operations,
+        short=scheduler.short,
+    )
 
 
 class _Scheduler:
@@ -100,11 +111,9 @@ class _Scheduler:
         self.lanes = Lanes(track.model)
         self.moves: list[Move] = []
         self.operations = 0
-        self.peak = 0
-        self.slot = 0  # that the pass has come to
-        self.extra = 0  # bytes of gathers that have started, in this slot
-        self.change = [0] * (track.slots + 1)  # of these, by a later slot than this one
-        self.held = 0  # payloads of reductions that are not waited for yet
+        self.full: dict[int, int] = {}  # unit -> slot in front of its use that has no room for it
+        self.short: dict[int, int] = {}
+        self.memory = Occupancy(track)
         self.in_flight = 0
         self.segment = 0  # side effects that were passed
         self.unit_of = {member.index: unit for unit in units for member in unit.members}
@@ -141,7 +150,7 @@ class _Scheduler:
         waits = {wait: c for c in track.skeleton.collectives for wait in c.waits}
         prepared = {n for gather in track.gathers.values() for n in gather.preparation}
         for place, node in enumerate(track.order):
-            self._advance(track.slot[place])
+            self.memory.advance(track.slot[place])
             for collective in self.late_waits.pop(place, ()):
                 self._wait_late(place, collective)
             if node in track.fences or node.op == "output":
@@ -158,19 +167,10 @@ class _Scheduler:
                     self._enter_slot(place, cost.ms)
                 self.lanes.compute(node, cost)
 
-    def _advance(self, slot: int) -> None:
-        while self.slot < slot:
-            self.slot += 1
-            self.extra += self.change[self.slot]
-
     def _enter_slot(self, place: int, upcoming_ms: float) -> None:
         self._collect_done(place)
         self._start_due(place, upcoming_ms)
-        self._note_peak()
-
-    def _note_peak(self, more: int = 0) -> None:
-        live = self.track.fixed_bytes[self.slot] + self.extra + self.held + more
-        self.peak = max(self.peak, live)
+        self.memory.note_peak(self.memory.live_bytes)
 
     # -- gathers -----------------------------------------------------------------------------------
 
@@ -195,48 +195,28 @@ class _Scheduler:
         if bound is not None and track.slot[unit.use] - track.slot[place] > bound:
             return False
         if self.timing is not None:
-            return place >= self.timing.starts[unit.index] and self._fits(unit, place)
+            return place >= self.timing.starts[unit.index] and self._fits(unit)
         backlog = self.lanes.group_free.get(unit.group, 0.0) - self.lanes.now
         if backlog > upcoming_ms:
             return False  # it would begin no earlier than if it were issued behind the kernel
         due = track.compute_before[place] + upcoming_ms >= self.latest[unit.index]
-        return due and self._fits(unit, place)
+        return due and self._fits(unit)
 
-    def _fits(self, unit: Unit, place: int) -> bool:
+    def _fits(self, unit: Unit) -> bool:
         """Under the caps in every slot that the start moves over."""
         bound = self.limits.in_flight_bytes
         if bound is not None and self.in_flight + unit.size_bytes > bound:
             return False
-        flight = sum(gather.flight_bytes for gather in unit.gathers)
-        limit = self.limits.peak_bytes - flight
-        last = self.track.slot[unit.use]
-        self.operations += last - self.slot + 1
-        if self.slot < last:
-            live = self.track.fixed_bytes[self.slot] + self.extra + self.held
-            if live > limit:
-                return False
-        return self._is_room(self.slot + 1, last, limit)
-
-    def _is_room(self, first: int, behind: int, limit: int) -> bool:
-        """Whether later slots have no more than ``limit`` bytes, gathers that have started
-        included."""
-        extra = self.extra + sum(self.change[self.slot + 1 : first])
-        for slot in range(first, behind):
-            extra += self.change[slot]
-            if self.track.peak_bytes[slot] + extra > limit:
-                return False
-        return True
-
-    def _is_room_for_long(self, over: range, limit: int) -> bool:
-        """Looked at slot by slot only where it is near; far away by the highest slot behind."""
-        self.operations += 1
-        if self.track.peak_behind[over.start] + self.extra <= limit:
-            return True
-        near = self.limits.prefetch_kernels
-        if near is not None and len(over) > near:
+        if self.memory.slot < self.full.get(unit.index, 0):
             return False
-        self.operations += len(over)
-        return self._is_room(over.start, over.stop, limit)
+        flight = sum(gather.flight_bytes for gather in unit.gathers)
+        use, limit = self.track.slot[unit.use], self.limits.peak_bytes
+        full = self.memory.full_slot(use, limit - flight)
+        if full is not None:
+            self.full[unit.index] = full
+            if self.timing is not None and unit.index not in self.short:
+                self.short[unit.index] = self.memory.free_bytes(use, limit)
+        return full is None
 
     def _start_gather(self, unit: Unit, place: int) -> None:
         use = self.track.slot[unit.use]
@@ -250,21 +230,13 @@ class _Scheduler:
                     self.lanes.compute(node, self.track.costs[node])
             own = self.track.slot[gather.use]
             # A bucket's members are there from its start on, copied out of it from its wait on.
-            self._occupy(self.slot, own if unit.copy_in is None else use, gather.flight_bytes)
+            self.memory.occupy(
+                self.memory.slot, own if unit.copy_in is None else use, gather.flight_bytes
+            )
             if unit.copy_in is not None:
-                self._occupy(use, own, gather.collective.size_bytes)
+                self.memory.occupy(use, own, gather.collective.size_bytes)
         self.moves.extend(Move(gather.collective.start, place) for gather in unit.gathers)
         self._launch(unit)
-
-    def _occupy(self, first: int, behind: int, size: int) -> None:
-        """Bytes in the slots from this one, or a later one, on."""
-        if first >= behind:
-            return
-        if first == self.slot:
-            self.extra += size
-        else:
-            self.change[first] += size
-        self.change[behind] -= size
 
     def _use_gather(self, place: int, node: fx.Node, unit: Unit) -> None:
         pending = self.pending[unit.group]
@@ -280,7 +252,7 @@ class _Scheduler:
         self.moves.extend(Move(wait, place) for m in unit.members for wait in m.waits[:1])
         self.lanes.wait(unit.launch, unit.waits)
         if unit.copy_out is not None:
-            self._note_peak(unit.size_bytes)
+            self.memory.note_peak(self.memory.live_bytes + unit.size_bytes)
             self.lanes.compute(node, unit.copy_out)
 
     # -- places of the input -------------------------------------------------------------------------
@@ -298,13 +270,13 @@ class _Scheduler:
             return
         self.reached[unit.index] = self.reached.get(unit.index, 0) + 1
         if self._is_reduction(unit):
-            live = self.track.start_bytes[collective.index] + self.extra
+            live = self.track.start_bytes[collective.index] + self.memory.extra_bytes
             for flying in self._collectable():
-                if live + self.held <= self.limits.peak_bytes:
+                if live + self.memory.held_bytes <= self.limits.peak_bytes:
                     break
                 self._collect(flying, place)
-            self.peak = max(self.peak, live + self.held)
-            self.held += collective.size_bytes
+            self.memory.note_peak(live + self.memory.held_bytes)
+            self.memory.held_bytes += collective.size_bytes
         self._launch_if_ready(place, unit)
 
     def _launch_if_ready(self, place: int, unit: Unit) -> None:
@@ -319,7 +291,7 @@ class _Scheduler:
         # Payloads and a bucket, or the copy that an all-reduce sends, live side by side.
         doubled = unit.members[0].kind is CollectiveKind.ALL_REDUCE and len(unit.members) > 1
         if doubled or unit.copy_in is not None:
-            self._note_peak(unit.size_bytes)
+            self.memory.note_peak(self.memory.live_bytes + unit.size_bytes)
         self._launch(unit)
         if reduction:
             self.flying.append(unit)
@@ -344,12 +316,12 @@ class _Scheduler:
         size = collective.size_bytes
         last = max(track.place[wait] for wait in collective.waits)
         over = range(track.slot[last] + 1, track.slot[use] + 1)
-        limit = self.limits.peak_bytes - size - self.held
+        limit = self.limits.peak_bytes - size - self.memory.held_bytes
         bound = self.limits.in_flight_bytes
         if not over or (bound is not None and self.in_flight > bound):
             return
-        if self._is_room_for_long(over, limit):
-            self._occupy(over.start, over.stop, size)
+        if self.memory.is_room_for_long(over, limit, self.limits.prefetch_kernels):
+            self.memory.occupy(over.start, over.stop, size)
             self.late_waits.setdefault(use, []).append(collective)
             self.used.add(collective.index)
 
@@ -374,10 +346,10 @@ class _Scheduler:
     def _collect_done(self, place: int) -> None:
         """Waits for reductions that ended a while ago; for the oldest where memory is short."""
         bound = self.limits.in_flight_bytes
-        free = self.limits.peak_bytes - self.track.fixed_bytes[self.slot] - self.extra
         for unit in self._collectable():
             crowded = bound is not None and self.in_flight > bound
-            if self._is_over(unit, place) or crowded or self.held > free:
+            short = self.memory.live_bytes > self.limits.peak_bytes
+            if self._is_over(unit, place) or crowded or short:
                 self._collect(unit, place)
 
     def _is_over(self, unit: Unit, place: int) -> bool:
@@ -397,7 +369,7 @@ class _Scheduler:
     def _collect(self, unit: Unit, place: int) -> None:
         self.flying.remove(unit)
         self.in_flight -= unit.size_bytes
-        self.held -= unit.size_bytes
+        self.memory.held_bytes -= unit.size_bytes
         self.lanes.wait(unit.launch, unit.waits)
         self.moves.extend(Move(wait, place) for member in unit.members for wait in member.waits)
         if unit.copy_out is not None:
