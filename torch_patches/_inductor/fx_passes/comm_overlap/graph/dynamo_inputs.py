@@ -199,18 +199,28 @@ class _Registration:
         """Every name a parameter has in ``module`` -> its first name and its place."""
         if id(module) in self._modules:
             return self._modules[id(module)]
-        first: dict[int, tuple[str, int]] = {}
+        place: dict[int, int] = {}
+        for parameter in _bottom_up(module, set()):
+            place.setdefault(id(parameter), self._count + len(place))
+        self._count += len(place)
+        first: dict[int, str] = {}
         order: dict[str, tuple[str, int]] = {}
         # Not the module's own method: a user's may take other arguments.
         named = torch.nn.Module.named_parameters(module, remove_duplicate=False)
         for name, parameter in named:
             name = _qualified(name.split("."))
-            if id(parameter) not in first:
-                first[id(parameter)] = (name, self._count)
-                self._count += 1
-            order[name] = first[id(parameter)]
+            order[name] = (first.setdefault(id(parameter), name), place[id(parameter)])
         self._modules[id(module)] = order
         return order
+
+
+def _bottom_up(module: torch.nn.Module, seen: set[int]) -> Iterator[torch.nn.Parameter]:
+    """Parameters as FSDP2 orders them: those of its children, then a module's own."""
+    seen.add(id(module))
+    for child in module._modules.values():
+        if child is not None and id(child) not in seen:
+            yield from _bottom_up(child, seen)
+    yield from (parameter for parameter in module._parameters.values() if parameter is not None)
 
 
 def _step_into(value: Any, step: str | int) -> Any:
