@@ -25,6 +25,7 @@ import torch.fx as fx
 from torch import nn
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from torch_patches.backend import aot_eager_comm_overlap
@@ -50,7 +51,9 @@ class Workload:
     Args:
         model: its shape.
         strategy: "fsdp" (every parameter sharded over all ranks), "hsdp" (over half of the ranks,
-            the other half holds the same) or "ddp" (every rank holds everything).
+            the other half holds the same), "ddp" (every rank holds everything) or "fsdp2" (torch's
+            eager one, to be run uncompiled, with the embedding, each block, and norm and head as
+            its groups).
         batch, seq: sequences of each rank, tokens in one.
         steps: training steps whose losses and gradients are kept.
         timed_steps: further steps that are only timed.
@@ -143,7 +146,7 @@ def train(
     return run
 
 
-def _parallelise(model: nn.Module, strategy: str) -> None:
+def _parallelise(model: Llama, strategy: str) -> None:
     ranks = torch.distributed.get_world_size()
     if strategy == "fsdp":
         fully_shard_simple(model, init_device_mesh("cpu", (ranks,)))
@@ -152,8 +155,12 @@ def _parallelise(model: nn.Module, strategy: str) -> None:
         fully_shard_simple(model, mesh, placements=(Replicate(), Shard(0)))
     elif strategy == "ddp":
         replicate_simple(model, init_device_mesh("cpu", (ranks,)))
+    elif strategy == "fsdp2":
+        mesh = init_device_mesh("cpu", (ranks,))
+        for group in (model.tok_embeddings, *model.layers, [model.norm, model.output], model):
+            fully_shard(group, mesh=mesh)
     else:
-        raise ValueError(f"strategy {strategy!r} is none of fsdp, hsdp, ddp")
+        raise ValueError(f"strategy {strategy!r} is none of fsdp, hsdp, ddp, fsdp2")
 
 
 def _data(workload: Workload, step: int) -> tuple[torch.Tensor, torch.Tensor]:
