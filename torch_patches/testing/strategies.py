@@ -11,7 +11,7 @@ same recipe always gives the same graph.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -23,7 +23,12 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK
-from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveTag, Options
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    MODULE_MODES,
+    CollectiveTag,
+    ModulePlanEntries,
+    Options,
+)
 from torch_patches.testing.estimations import ESTIMATIONS
 from torch_patches.testing.graph_blocks import BLOCKS
 from torch_patches.testing.graph_builder import GraphBuilder
@@ -40,6 +45,15 @@ PARAMETER_DTYPES = (
     (torch.float32,), (torch.float32,), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32),
     (torch.bfloat16,),
 )  # fmt: skip
+
+#: Modules that nodes are made in; those of ``layers`` share their classes.
+_MODULES = ("embed", "layers.0", "layers.0.attention", "layers.1", "layers.1.attention", "layers.2", "norm")  # fmt: skip
+_STACK_MARKS = ("nn_module_stack", "nn_module_stack", "fwd_nn_module_stack")
+
+
+class Block(torch.nn.Module):
+    """Stands for the class of the repeated modules."""
+
 
 #: What a graph says of its collectives: nothing, tags of most of them, or descriptors of its inputs
 #: and outputs, from which a pass makes the tags.
@@ -85,12 +99,14 @@ class Recipe:
 
     Args:
         tags: one of :data:`TAGS`.
+        modules: nodes know which modules made them.
     """
 
     blocks: tuple[tuple[str, int], ...]
     schedule_seed: int = 0
     integers: bool = False
     tags: str = "none"
+    modules: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +153,8 @@ def build_case(recipe: Recipe) -> Case:
         _write_tags(context, Random(recipe.schedule_seed))
     elif recipe.tags == "descriptors":
         _describe(gm.graph, context)
+    if recipe.modules:
+        _write_modules(gm.graph, Random(recipe.schedule_seed))
     places = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     values = {places[node]: tuple(given) for node, given in context.values.items()}
     truth = {start.name: tag for start, tag in context.tags.items()}
@@ -163,6 +181,33 @@ def _write_tags(context: Context, r: Random) -> None:
             waits = [user for user in start.users if "wait_tensor" in str(user.target)]
             for node in (start, *waits):
                 node.meta[TAG_MARK] = tag
+
+
+def _write_modules(graph: fx.Graph, r: Random) -> None:
+    """Runs of nodes in one module, as a model makes them; some nodes know none, as those of passes.
+
+    Blocks are interleaved, so modules come in any order and again; some graphs hold two models.
+    """
+    roots = r.choice([("self",), ("self",), ("self",), ("self", "other")])
+    stay = r.choice([0.5, 0.8, 0.95])
+    root, path = roots[0], _MODULES[0]
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if r.random() >= stay:
+            root, path = r.choice(roots), r.choice(_MODULES)
+        if r.random() < 0.8:
+            node.meta[r.choice(_STACK_MARKS)] = _stack(f"L['{root}']", path)
+
+
+def _stack(root: str, path: str) -> dict[str, tuple[str, type]]:
+    """The root, then what holds the module, then the module, as Dynamo has it."""
+    steps = path.split(".")
+    stack: dict[str, tuple[str, type]] = {"0": (root, torch.nn.Module)}
+    for depth in range(1, len(steps) + 1):
+        kind = Block if depth == 2 else torch.nn.Module
+        stack[str(depth)] = (".".join([root, *steps[:depth]]), kind)
+    return stack
 
 
 def _describe(graph: fx.Graph, context: Context) -> None:
@@ -200,7 +245,8 @@ def random_recipe(
     ]
     blocks = tuple((name, r.randrange(10_000)) for name in drawn)
     seed, integers = r.randrange(10_000), r.random() < 0.5
-    return Recipe(blocks, seed, integers, tags[0] if len(tags) == 1 else r.choice(tags))
+    told = tags[0] if len(tags) == 1 else r.choice(tags)
+    return Recipe(blocks, seed, integers, told, modules=r.random() < 0.7)
 
 
 CAPS_MB: tuple[Any, ...] = (
@@ -212,7 +258,7 @@ def random_options(r: Random) -> Options:
     """Caps of a few of the tiny tensors (16 to 256 bytes), or none; spans of a few nodes, or none."""
     scheduling = _random_scheduling(r) if r.random() < 0.6 else {}
     mode = "auto" if scheduling and r.random() < 0.6 else "topo_span"
-    return Options(
+    options = Options(
         bucketing_mode=mode,
         max_topo_span=r.choice([None, None, None, 0, 3, 8, 20, 40, 1500, 1500]),
         bucket_cap_mb=r.choice(CAPS_MB),
@@ -220,6 +266,7 @@ def random_options(r: Random) -> Options:
         bucket_mode=r.choice([None, "default", "default", "coalesced"]),
         **scheduling,
     )
+    return replace(options, **_random_modules(r)) if r.random() < 0.35 else options
 
 
 def _random_scheduling(r: Random) -> dict[str, Any]:
@@ -237,6 +284,30 @@ def _random_scheduling(r: Random) -> dict[str, Any]:
         "link_sharing": r.choice([0.0, 1.0]),
         "custom_runtime_estimation": estimation,
         "estimation_digest": None if estimation is None else estimation.uuid(),
+    }
+
+
+#: No two entries of a plan match one name, which would be an error of the user's; the last two name
+#: parameters too.
+PLANS: tuple[ModulePlanEntries, ...] = (
+    ("layers.*",), ("layers.*",), ("layers.*", ("embed", "norm")), ("layers.*.attention", "layers.2"),
+    (("layers.0", "layers.1"), "layers.2", "norm"), ("layers.[0-1]", "other.layers.*"),
+    ("layers.*", ("p0", "p2", "p3")), (("p[0-4]",), ("p[5-9]",), "nowhere.*"),
+)  # fmt: skip
+
+
+def _random_modules(r: Random) -> dict[str, Any]:
+    """Buckets of modules, placed by these or by the estimates."""
+    mode = r.choice(MODULE_MODES)
+    return {
+        **_random_scheduling(r),
+        "bucketing_mode": mode,
+        "enable_overlap_scheduling": r.random() < 0.25,
+        "module_bucket_plans": r.choice(PLANS) if mode == "modules" else None,
+        "module_plan_unmatched": "warn",  # which modules a graph has is drawn too
+        "module_prefetch_depth": r.choice([0, 1, 1, 2]),
+        "module_deferral_depth": r.choice([0, 1, 1, 2]),
+        "module_uncovered": r.choice(["bucket", "leave"]),
     }
 
 
