@@ -129,6 +129,48 @@ def test_hsdp_reduces_replicas_behind_their_scatters() -> None:
     }
 
 
+def hsdp_of_four() -> fx.GraphModule:
+    """One module; gradients leave in the reverse of the order of registration."""
+    b = ModuleGraph("fwd_nn_module_stack")
+    saved, g = b.placeholder(SIZE, SIZE), b.placeholder(SIZE, SIZE)
+    out = []
+    with b.inside("layers.0"):
+        for place in range(4):
+            scattered = b.gradient(saved, g)
+            out.append(b.reduce_and_wait(scattered, "sum", "replicas"))
+            for wait in (scattered, out[-1]):
+                tag(wait, f"layers.0.w{place}", index=3 - place, place=place)
+    return b.output(*out)
+
+
+def test_hsdp_replicas_take_the_members_of_the_scatters() -> None:
+    """A cap of two gradients (64 bytes each); four shards of 32 bytes would be within it."""
+    _, report = optimized(hsdp_of_four(), bucket_cap_mb=128 / 2**20)
+    assert merged(report) == {"RS layers.0 dp x2": 2, "AR layers.0 replicas x2": 2}
+
+
+def test_hsdp_replicas_are_in_the_order_of_registration() -> None:
+    gm, _ = optimized(hsdp_of_four(), bucket_mode="coalesced")
+    starts = [n for n in gm.graph.nodes if "all_reduce_coalesced" in str(n.target)]
+    scatters = [n for n in gm.graph.nodes if "reduce_scatter_tensor_coalesced" in str(n.target)]
+    products = [n for n in gm.graph.nodes if n.target is aten.mm.default]
+    assert scatters[0].args[0] == products[::-1]
+    sources = [wait.args[0] for wait in starts[0].args[0]]
+    assert [part.args[1] for part in sources] == [0, 1, 2, 3]  # of the scatters' results
+
+
+@pytest.mark.parametrize(("plan", "label"), [("layers.*", "layers.0"), ("embed", "-")])
+def test_hsdp_replicas_of_lone_scatters_are_merged_by_themselves(plan: str, label: str) -> None:
+    """The scatters have two groups; covered by the plan or not."""
+    b = ModuleGraph("fwd_nn_module_stack")
+    saved, g = b.placeholder(SIZE, SIZE), b.placeholder(SIZE, SIZE)
+    with b.inside("layers.0"):
+        scattered = [b.gradient(saved, g, group) for group in ("dp", "ep")]
+        out = [b.reduce_and_wait(wait, "sum", "replicas") for wait in scattered]
+    _, report = optimized(b.output(*out), (plan,), module_plan_unmatched="warn")
+    assert merged(report) == {f"AR {label} replicas x2": 1}
+
+
 def test_ddp_reduces_each_module_at_once() -> None:
     b = ModuleGraph("fwd_nn_module_stack")
     saved, g = b.placeholder(SIZE, SIZE), b.placeholder(SIZE, SIZE)
@@ -203,6 +245,36 @@ def test_gradients_of_two_microbatches() -> None:
     assert merged(report) == {"RS layers.0 dp x2": 2}
 
 
+def test_visits_of_the_backward_count_by_themselves() -> None:
+    """The backward gathers r, then p, which the forward has gathered: no second visit."""
+    b = ModuleGraph()
+    h, p, q, r = b.placeholder(SIZE, SIZE), b.shard(), b.shard(), b.shard()
+    with b.inside("layers.0"):
+        h = b.use(b.use(h, p), q)
+        again = [b.gather_and_wait(x, 2, "dp") for x in (r, p)]
+        in_backward(*again)
+        for weight in again:
+            h = b.call(aten.mm, h, weight)
+    _, report = optimized(b.output(h))
+    assert merged(report) == {"AG layers.0 dp x2": 2}
+
+
+def test_a_second_gather_does_not_end_a_visit_of_scatters() -> None:
+    """p of the next microbatch is gathered between the scatters of p and q."""
+    b = ModuleGraph()
+    saved, g, p = b.placeholder(SIZE, SIZE), b.placeholder(SIZE, SIZE), b.shard()
+    out = []
+    with b.inside("layers.0"):
+        for place, name in enumerate("pq"):
+            weight = b.gather_and_wait(p, 2, "dp")
+            tag(weight, "layers.0.p", place=0)
+            g = b.call(aten.mm, g, weight)
+            out.append(b.gradient(saved, g))
+            tag(out[-1], f"layers.0.{name}", place=place)
+    _, report = optimized(b.output(g, *out))
+    assert merged(report) == {"RS layers.0 dp x2": 1}
+
+
 # ------------------------------------------------------------------- refused, and why
 
 
@@ -272,3 +344,10 @@ def test_caps_by_index_count_the_buckets_of_a_key() -> None:
     caps = (128 / 2**20, 256 / 2**20)
     _, report = optimized(forward(2, count=4), bucket_cap_mb=caps)
     assert [len(x.members) for x in report.buckets] == [2, 2, 4]
+
+
+def test_caps_by_index_count_the_buckets_of_a_visit() -> None:
+    """Six gathers of one module: two in the first bucket, four in the second."""
+    caps = (128 / 2**20, 256 / 2**20)
+    _, report = optimized(forward(1, count=6), bucket_cap_mb=caps)
+    assert [len(x.members) for x in report.buckets] == [2, 4]

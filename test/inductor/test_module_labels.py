@@ -79,6 +79,27 @@ def test_the_innermost_module_of_the_plan_counts() -> None:
     assert merged(report) == {"AG a dp x2": 1, "AG b dp x2": 1}
 
 
+def test_a_module_that_another_one_calls_counts_before_it() -> None:
+    """layers.0 and layers.1 call one adapter, which is no part of them by name."""
+    b = ModuleGraph()
+    h = b.placeholder(SIZE, SIZE)
+    for path in ("layers.0", "layers.1"):
+        with b.inside(path):
+            h = b.layer(h)
+            weights = [b.gather_and_wait(b.shard(), 2, "dp") for _ in range(2)]
+            for weight in weights:
+                for node in (weight, weight.args[0]):
+                    inner = {"adapter": ("L['self'].adapter", torch.nn.Module)}
+                    node.meta["nn_module_stack"] = node.meta["nn_module_stack"] | inner
+                h = b.call(aten.mm, h, weight)
+    _, report = optimized(b.output(h), ("layers.*", "adapter"))
+    assert merged(report) == {
+        "AG layers.0 dp x2": 1,
+        "AG layers.1 dp x2": 1,
+        "AG adapter dp x4": 1,
+    }
+
+
 def test_a_head_inside_the_loss_is_found_by_its_name() -> None:
     """The loss uses output.weight, and no entry names the loss."""
     b = ModuleGraph()

@@ -19,8 +19,10 @@ from torch_patches.testing.module_graphs import (
     backward,
     forward,
     merged,
+    module_of,
     optimized,
     sketch,
+    tag,
 )
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
@@ -141,6 +143,22 @@ def test_visits_are_prefetched_in_their_order() -> None:
     ]  # fmt: skip
 
 
+def test_all_buckets_of_a_module_start_together() -> None:
+    """Experts' weights too, at the first use of anything of the module before."""
+    b = ModuleGraph()
+    h = b.placeholder(SIZE, SIZE)
+    for number in range(2):
+        with b.inside(f"layers.{number}"):
+            h = b.layer(h)
+            h = b.use(b.use(h, b.shard(), "ep"), b.shard(), "ep")
+    gm, report = optimized(b.output(h))
+    assert sketch(gm, report) == [
+        "AG layers.0", "W AG layers.0", "AG layers.0", "AG layers.1 x2", "mm layers.0 x2",
+        "W AG layers.0", "mm layers.0 x2",
+        "W AG layers.1", "mm layers.1 x2", "W AG layers.1", "mm layers.1 x2",
+    ]  # fmt: skip
+
+
 def test_a_side_effect_is_not_crossed() -> None:
     """layers.1 would be gathered at layers.0's first product; the barrier stands behind it."""
     b = ModuleGraph()
@@ -201,6 +219,65 @@ def test_submodules_of_the_named_module_count() -> None:
     )
     lines = sketch(gm, report)
     assert lines[lines.index("AG last") + 1] == "mm y.inner x2"
+
+
+def test_modules_with_longer_names_do_not_count() -> None:
+    gm, report = optimized(
+        named("first", "yy", "y", "last"), ("first", "last"), module_overlap_with=(("last", "y"),)
+    )
+    lines = sketch(gm, report)
+    assert lines[lines.index("AG last") + 1] == "mm y x2"
+
+
+def test_a_name_alone_tells_the_modules_above_it() -> None:
+    """torchtitan's ``module_fqn`` names the innermost module only."""
+    gm = named("first", "x", "y.inner", "last")
+    for node in gm.graph.nodes:
+        if "nn_module_stack" in node.meta:
+            path = module_of(node)
+            del node.meta["nn_module_stack"]
+            node.meta["custom"] = {"module_fqn": path}
+    after, report = optimized(gm, ("first", "last"), module_overlap_with=(("last", "y"),))
+    bucket = [n for n in after.graph.nodes if "gather_into_tensor_coal" in str(n.target)][1]
+    products = [n for n in after.graph.nodes if n.target is aten.mm.default]
+    assert [n < bucket for n in products] == [True] * 4 + [False] * 4
+    assert len(report.buckets) == 2
+
+
+def test_the_latest_run_of_the_named_module_hides_a_gather() -> None:
+    """Two microbatches of first, x, last: the second gather of last starts at the second x."""
+    b = ModuleGraph()
+    square, weights = b.placeholder(SIZE, SIZE), [b.shard(), b.shard()]
+    out = []
+    for _ in range(2):
+        h = b.placeholder(SIZE, SIZE)
+        with b.inside("x"):
+            h = b.call(aten.mm, h, square)
+        with b.inside("last"):
+            out.append(b.use(b.use(h, weights[0]), weights[1]))
+    gm, report = optimized(b.output(*out), ("last",), module_overlap_with=(("last", "x"),))
+    once = ["AG last", "mm x", "W AG last", "mm last x2"]
+    assert sketch(gm, report) == [*once, *once]
+
+
+def test_the_next_run_of_the_named_module_hides_a_reduction() -> None:
+    """Two microbatches, y behind x: the first scatter of x is waited for behind the first y."""
+    b = ModuleGraph("fwd_nn_module_stack")
+    saved = b.placeholder(SIZE, SIZE)
+    out = []
+    for _ in range(2):
+        g = b.placeholder(SIZE, SIZE)
+        with b.inside("x"):
+            for place in range(2):
+                out.append(b.gradient(saved, g))
+                tag(out[-1], f"x.w{place}", place, place)
+        with b.inside("y"):
+            out.append(b.call(aten.mm, b.call(aten.mm, g, saved), saved))
+        with b.inside("z"):
+            out.append(b.call(aten.mm, g, saved))
+    gm, report = optimized(b.output(*out), ("x",), module_overlap_with=(("x", "y"),))
+    once = ["mm x x2", "RS x", "mm y x2", "W RS x", "mm z"]
+    assert sketch(gm, report) == [*once, *once]
 
 
 def test_compute_behind_the_use_hides_nothing() -> None:
