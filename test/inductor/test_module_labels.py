@@ -17,7 +17,10 @@ import torch.fx as fx
 import torch_patches
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK
-from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import parse_plan
+from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import (
+    ModulePlanError,
+    parse_plan,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 from torch_patches.testing.module_graphs import (
     SIZE,
@@ -196,6 +199,34 @@ def test_covered_graphs_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "torch_patches"):
         optimized(with_embedding(), ("embed", "layers.*"))
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("plan", [("layers.*",), None], ids=["modules", "transformer_block"])
+def test_activations_belong_to_no_entry(plan: Any) -> None:
+    """What the head gathers is no parameter: it is neither planned for nor missed in the plan."""
+    b = ModuleGraph()
+    h = b.placeholder(SIZE, SIZE)
+    for path in ("layers.0", "layers.1"):
+        with b.inside(path):
+            h = b.layer(h)
+    with b.inside("head"):
+        halves = b.gather_and_wait(b.call(aten.slice.Tensor, h, 0, 0, 2), 2, "cp")
+        h = b.call(aten.mm, h, halves)
+    _, report = optimized(b.output(h), plan)
+    assert report.module_plan == ("layers.*",)
+    assert report.uncovered == ()
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (("layer.*",), "matches no parameter and no module of this graph"),
+        (("layers.*", "layers.0"), "both match"),
+    ],
+)
+def test_a_wrong_plan_is_an_error(plan: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ModulePlanError, match=message):
+        optimized(forward(2), plan)
 
 
 # ------------------------------------------------------------------- payload order, report

@@ -21,6 +21,7 @@ from torch_patches.testing.module_graphs import (
     merged,
     module_of,
     optimized,
+    refused,
     sketch,
     tag,
 )
@@ -173,6 +174,30 @@ def test_a_side_effect_is_not_crossed() -> None:
     fence = nodes.index(barrier)
     gathers = [i for i, target in enumerate(nodes) if "all_gather_into_tensor_coal" in str(target)]
     assert [place > fence for place in gathers] == [False, True]
+
+
+def test_what_no_entry_covers_starts_where_it_stands() -> None:
+    """The head's gathers are in no module bucket: they stay behind layers.1's compute."""
+    b = ModuleGraph()
+    h = b.placeholder(SIZE, SIZE)
+    for path in ("layers.0", "layers.1", "head"):
+        with b.inside(path):
+            h = b.layer(h)
+    gm, report = optimized(b.output(h), module_uncovered="leave")
+    assert sketch(gm, report) == [
+        "AG layers.0", "W AG layers.0", "AG layers.1", "mm layers.0 x2",
+        "W AG layers.1", "mm layers.1 x2",
+        "AG head", "W AG head", "mm head", "AG head", "W AG head", "mm head",
+    ]  # fmt: skip
+
+
+def test_reductions_that_no_entry_covers_are_deferred_one_by_one() -> None:
+    gm, report = optimized(backward(2), ("layers.7",), module_plan_unmatched="warn",
+                           module_uncovered="leave")  # fmt: skip
+    assert sketch(gm, report, skip=("mm",)) == [
+        "RS layers.1 x2", "W RS layers.1", "RS layers.0", "W RS layers.1",
+        "RS layers.0", "W RS layers.0 x2",
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------- module_overlap_with
@@ -363,3 +388,10 @@ def test_bytes_in_flight_hold_a_prefetch_back() -> None:
     assert sketch(gm, report) == PREFETCH[1]
     gm, report = optimized(forward(4), module_prefetch_depth=2, max_in_flight_gb=256 / 2**30)
     assert sketch(gm, report) == PREFETCH[2]
+
+
+def test_a_module_over_the_bytes_in_flight_is_split() -> None:
+    """Four gathers of 64 bytes, of which two may be in flight."""
+    _, report = optimized(forward(1, count=4), max_in_flight_gb=128 / 2**30)
+    assert merged(report) == {"AG layers.0 dp x2": 2}
+    assert refused(report) == {"MEMORY": 2}
