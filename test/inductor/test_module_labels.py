@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 
 import torch_patches
-from torch_patches._inductor.fx_passes.comm_overlap import pipeline
+from torch_patches._inductor.fx_passes.comm_overlap import module_names
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import (
     ModulePlanError,
@@ -181,7 +181,7 @@ def with_embedding() -> fx.GraphModule:
 def test_uncovered(
     treatment: str, more: Any, reasons: Any, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pipeline._warn_uncovered.cache_clear()
+    module_names.warn_uncovered.cache_clear()
     with caplog.at_level(logging.WARNING, "torch_patches"):
         for _ in range(2):
             _, report = optimized(with_embedding(), module_uncovered=treatment)
@@ -195,7 +195,7 @@ def test_uncovered(
 
 
 def test_covered_graphs_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
-    pipeline._warn_uncovered.cache_clear()
+    module_names.warn_uncovered.cache_clear()
     with caplog.at_level(logging.WARNING, "torch_patches"):
         optimized(with_embedding(), ("embed", "layers.*"))
     assert caplog.records == []

@@ -57,7 +57,6 @@ def test_variants_keep_their_modules() -> None:
     assert known >= 30
 
 
-@pytest.mark.xfail(strict=True, reason="graph/modules.py reads users in the order of their dict")
 def test_the_order_of_users_decides_nothing() -> None:
     """AG -> W -> mm in layers.0, mm in layers.1; only the products know their modules."""
 

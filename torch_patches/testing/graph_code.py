@@ -39,11 +39,18 @@ IMPORTS = (
 
 
 def _metadata(graph: fx.Graph) -> Iterator[str]:
-    """Tags and descriptors."""
+    """Tags, descriptors and the modules that made a node."""
     for node in graph.nodes:
         place = "gm.graph.output_node()" if node.op == "output" else node.name
         if "desc" in node.meta:
             yield f'{place}.meta["desc"] = {node.meta["desc"]!r}'
+        for mark in ("nn_module_stack", "fwd_nn_module_stack"):
+            if mark in node.meta:
+                kinds = {
+                    k: (p, f"{c.__module__}.{c.__qualname__}")
+                    for k, (p, c) in node.meta[mark].items()
+                }
+                yield f'{place}.meta["{mark}"] = {kinds!r}'
         if (tag := tag_of(node)) is not None:
             arguments = (
                 f"{tag.traffic}, {tag.source}, {tag.parameter!r}, {tag.index!r}, {tag.place!r}"

@@ -12,13 +12,14 @@ stands in front of its names, so that two ``layers.0`` are never one.
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.fx as fx
 
-from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import wrapped_node
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import is_view, wrapped_node
 from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import (
     data_inputs,
     passes_through,
@@ -48,6 +49,8 @@ _PATTERN_CHARACTERS = re.compile(r"[\s*+,\[\]]")
 _NO_CLASS = frozenset({"torch.nn.Module", "torch.nn.modules.module.Module"})
 # Nodes asked around a start that knows no module: keeps the search linear.
 _MAX_NEIGHBOURS = 16
+# Views that a search looks through; they do not count as nodes asked.
+_MAX_VIEWS = 256
 
 
 class ModuleStackError(ValueError):
@@ -309,28 +312,48 @@ def _nodes_around(collective: Collective) -> Iterator[fx.Node]:
 
 def _above(start: fx.Node, only_preparing: bool) -> Iterator[fx.Node]:
     """Nodes that ``start`` is made of, nearest first; only those that nobody else reads, or all."""
-    pending, seen = list(data_inputs(start)), {start}
+    pending, seen, known = list(data_inputs(start)), {start}, 0
     for node in pending:
-        if len(seen) > _MAX_NEIGHBOURS:
+        if known == _MAX_NEIGHBOURS or len(seen) > _MAX_VIEWS:
             return
         if node in seen or node.op != "call_function":
             continue
-        if only_preparing and (len(node.users) > 1 or not passes_through(node)):
+        if only_preparing and (len(_readers([node])) > 1 or not passes_through(node)):
             continue
         seen.add(node)
-        yield node
+        if not is_view(node):
+            known += 1
+            yield node
         pending.extend(data_inputs(node))
 
 
 def _below(waits: Sequence[fx.Node]) -> Iterator[fx.Node]:
-    """Users of ``waits``, and behind those that only rearrange, theirs."""
-    pending, seen = [user for wait in waits for user in wait.users], set(waits)
-    for node in pending:
-        if len(seen) > len(waits) + _MAX_NEIGHBOURS:
-            return
+    """What reads the results of ``waits``, and behind what only rearranges them what reads that; in
+    the order of the graph."""
+    pending, seen, known = _readers(waits), set[fx.Node](), 0
+    heapq.heapify(pending)
+    while pending and known < _MAX_NEIGHBOURS:
+        node = heapq.heappop(pending)
         if node in seen or node.op != "call_function":
             continue
         seen.add(node)
+        known += 1
         yield node
         if passes_through(node):
-            pending.extend(node.users)
+            for reader in _readers([node]):
+                heapq.heappush(pending, reader)
+
+
+def _readers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Users of ``nodes``, those of their views in the place of the views: a rank may have views that
+    others have not."""
+    pending, found = list(nodes), dict[fx.Node, None]()
+    for _ in range(_MAX_VIEWS):
+        if not pending:
+            break
+        for user in pending.pop().users:
+            if is_view(user):
+                pending.append(user)
+            else:
+                found[user] = None
+    return list(found)
