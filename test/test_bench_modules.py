@@ -118,7 +118,11 @@ def starts_of(*names: str, **merged: int) -> list[fx.Node]:
     nodes = [graph.placeholder(name) for name in (*names, *merged)]
     for node in nodes:
         if node.name in merged:
-            node.meta[BUCKET_MARK] = {"bucket": merged[node.name], "members": 2}
+            node.meta[BUCKET_MARK] = {
+                "bucket": merged[node.name],
+                "members": 2,
+                "traffic": "parameter",
+            }
     return nodes
 
 
@@ -265,7 +269,7 @@ def test_buckets_of_two_layers_are_not_judged(blocks_of: ModuleType, measuring: 
     model = model_of(mm=10.0, all_gather=4.0)
     _, second, third = (c.start for c in collect(gm.graph).collectives)
     blocks = blocks_of.Blocks.of(gm.graph)
-    second.meta[BUCKET_MARK] = {"bucket": 0, "members": 2}
+    second.meta[BUCKET_MARK] = {"bucket": 0, "members": 2, "traffic": "parameter"}
     report = Report(mode="x", buckets=(bucket(second.name, third.name),))
     run = measuring.simulated(gm.graph, model)
     found = blocks_of.exposed_blocks(run, model, replace(blocks, report=report))

@@ -395,7 +395,7 @@ def test_same_graph_same_text():
 def test_names_metadata_and_collectives_stay():
     gm = layers(3)
     for number, node in enumerate(gm.graph.nodes):
-        node.meta[BUCKET_MARK] = number
+        node.meta[BUCKET_MARK] = {"bucket": number, "members": 1, "traffic": "other"}
     before = [(n.name, n.meta[BUCKET_MARK], str(n.meta["val"])) for n in gm.graph.nodes]
     known = collect(gm.graph).collectives
     assert insert_overlap_dependencies(gm.graph, overlaps_of(gm.graph)) > 0

@@ -17,7 +17,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.metrics import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import tensors_of
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, Traffic
 from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.spmd_interpreter import random_inputs, run_spmd
 
@@ -108,6 +108,12 @@ class TestForms:
 
         assert order(None) == order(aten.alias)
         assert order(None)[-4:-2] == ["_c10d_functional.wait_tensor.default"] * 2
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_a_bucket_carries_what_its_members_carried(self, way):
+        """Behind a cat, structure sees no parameter; ranks with pads there would count them."""
+        after, _ = optimized(self._two_gathers(), way)
+        assert [c.traffic for c in collect(after.graph).collectives] == [Traffic.PARAMETER]
 
     @pytest.mark.parametrize(
         ("way", "copy_out"), [("default", "_foreach_copy"), ("eager", "split_with_sizes_copy")]
@@ -233,7 +239,9 @@ class TestMembers:
             node.meta["custom"] = {"of": node.name}
         after, _ = optimized(gm, form)
         marked = [n for n in after.graph.nodes if BUCKET_MARK in n.meta]
-        assert [n.meta[BUCKET_MARK] for n in marked] == [{"bucket": 0, "members": 2}]
+        assert [n.meta[BUCKET_MARK] for n in marked] == [
+            {"bucket": 0, "members": 2, "traffic": "parameter" if kind == "gather" else "gradient"}
+        ]
         assert all("custom" in n.meta for n in after.graph.nodes if n.op == "call_function")
 
 

@@ -158,6 +158,9 @@ class _Carried:
     tagged: bool
 
     def traffic(self, start: fx.Node, kind: CollectiveKind, waits: tuple[fx.Node, ...]) -> Traffic:
+        bucket = start.meta.get(BUCKET_MARK)
+        if bucket is not None:
+            return Traffic(bucket["traffic"])
         if not self.tagged:
             return self.structure.of(start, kind, waits)
         # One that appeared after the joint graph is nobody's parameter for all we know.

@@ -38,7 +38,7 @@ def emit_coalesced(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
         bucket.members[0].start,
         [start.meta["val"] for start in starts],
     )
-    mark(merged, index, len(starts))
+    mark(merged, index, bucket)
     parts: list[fx.Node] = []
     waits: dict[fx.Node, fx.Node] = {}
     for place, member in enumerate(members):

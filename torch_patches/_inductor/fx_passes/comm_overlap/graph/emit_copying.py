@@ -64,7 +64,7 @@ def emit_copying(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
     absorbed = _absorbable_casts(members, emitter.ordered)
     buffer = _copy_in(made, members, absorbed, donor, bucket)
     start = _launch(made, members[0].start, buffer, donor, bucket)
-    mark(start, index, len(members))
+    mark(start, index, bucket)
     start_nodes = made.take()
     wait = made.call(
         bucket.members[0].waits[0].target,

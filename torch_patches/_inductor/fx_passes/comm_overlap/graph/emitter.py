@@ -26,6 +26,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import (
     tag_of,
     without_parameter,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Bucket, Traffic
 
 #: Metadata that describes the donor's own value or arguments, hence not handed on.
 _OWN_METADATA = frozenset({"val", "eager_input_vals", "tensor_meta", "example_value"})
@@ -154,9 +155,17 @@ def merged_arguments(start: fx.Node, payload: Any) -> tuple[Any, ...]:
     return (payload, *(arguments[name] for name in rest if name in arguments))
 
 
-def mark(start: fx.Node, index: int, members: int) -> None:
-    """Marks a merged collective so that no pass merges it again; its tag names no parameter."""
-    start.meta[BUCKET_MARK] = {"bucket": index, "members": members}
+def mark(start: fx.Node, index: int, bucket: Bucket) -> None:
+    """Marks a merged collective so that no pass merges it again; its tag names no parameter.
+
+    The mark tells what it carries: behind copies into a bucket, structure does not.
+    """
+    traffic = {member.traffic.value for member in bucket.members}
+    start.meta[BUCKET_MARK] = {
+        "bucket": index,
+        "members": len(bucket.members),
+        "traffic": traffic.pop() if len(traffic) == 1 else Traffic.OTHER.value,
+    }
     tag = tag_of(start)
     if tag is not None:
         start.meta[TAG_MARK] = without_parameter(tag)
