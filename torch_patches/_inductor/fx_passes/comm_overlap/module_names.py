@@ -70,3 +70,15 @@ def warn_uncovered(owners: tuple[str, ...], treatment: str) -> None:
 def _warn_of_plan(sentence: str) -> None:
     """What a plan's check found and is no error."""
     log.warning("torch_patches: %s", sentence)
+
+
+@functools.cache
+def warn_reduced(way: str) -> None:
+    """Once for each."""
+    log.warning(
+        "torch_patches could not place the buckets of modules as asked for, since the estimated peak "
+        "would exceed its cap, or the time that of the input: %s. "
+        "aten_distributed_optimizations.max_memory_increase_gb and max_memory_increase_ratio are "
+        "the cap (unset: 2%% of the input's peak, at least 32 MiB)",
+        "the graph stays as it was" if way == "input" else f"buckets are made as {way!r}",
+    )

@@ -12,7 +12,7 @@ within the memory cap, and has every overlap that was planned.  Else less is don
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
@@ -42,7 +42,10 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import 
     ModuleLabels,
     label_collectives,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.passes.module_ways import module_ways
+from torch_patches._inductor.fx_passes.comm_overlap.passes.module_ways import (
+    ModuleTries,
+    next_module_way,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track, read_track
 from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import Way, reschedule
@@ -57,7 +60,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
 log = logging.getLogger(__name__)
 
 #: Plans that are applied before the graph is left as it was; bounds the work.
-MAX_APPLIED = 4
+MAX_APPLIED, MAX_APPLIED_MODULES = 4, 8
 #: Times are sums of floats in another order: what is not slower than this is equal.
 _ROUNDING_MS = 1e-6
 
@@ -115,41 +118,77 @@ def _overlap(
     before = forecast(graph, skeleton, model, eager=eager)
     limits = memory_limits(options, before.peak_bytes)
     caps = _Caps(limits.peak_bytes, memory_limits(options, before.held_peak_bytes).peak_bytes)
-    given_up: set[str] = set()
-    tightened: set[str] = set()
+    tried = _Tried()
     operations = 0
-    for _ in range(MAX_APPLIED):
+    for _ in range(MAX_APPLIED if labels is None else MAX_APPLIED_MODULES):
         live = combined_live(before, caps.peak_bytes, caps.held_peak_bytes)
         track = read_track(before.order, before.skeleton, model, before.costs, live)
-        if labels is not None:
-            ways = module_ways(track, options, limits, labels)
-        else:
-            ways = try_ways(track, options, limits)
-        ways = [way for way in ways if way.name not in given_up]
-        operations += sum(way.schedule.operations + way.plan.operations for way in ways)
-        ways = [way for way in ways if not _is_slower(way.schedule.timeline, before.timeline)]
-        if not ways:
+        choice = _Choice(track, options, limits, labels)
+        way, spent = choice.best(tried, before.timeline.total_ms + _ROUNDING_MS)
+        operations += spent
+        if way is None:
             break
-        way = _legal(graph, track, ways[0], limits)
+        way = _legal(graph, track, way, limits)
         snapshot = Snapshot(graph)
         apply_plan(graph, before.skeleton, way.plan, run_eagerly=eager)
         graph.lint()
         after = forecast(graph, collect(graph), model, eager=eager)
-        excess = caps.excess_bytes(after)
         problem = _problem(before, after, caps) or _lost(way, after)
         if problem is None:
             plan = replace(way.plan, operations=operations)
             return Overlapped(plan, way.name, before, after)
         log.debug("way %r is given up: %s", way.name, problem)
-        if excess and way.name not in tightened:
-            tightened.add(way.name)  # its schedule needs more than it thought it would
-            planned = min(way.schedule.peak_bytes, limits.peak_bytes)
-            limits = replace(limits, peak_bytes=planned - excess)
-        else:
-            given_up.add(way.name)
+        tried.note(way, min(way.schedule.peak_bytes, limits.peak_bytes), caps.excess_bytes(after))
         snapshot.restore()  # which makes new nodes in the place of those that were erased
         before = forecast(graph, collect(graph), model, eager=eager)
     return _nothing(before, options, operations)
+
+
+@dataclass
+class _Tried:
+    """Ways that did not hold what they promised.
+
+    Attributes:
+        given_up: names of those that are not tried again.
+        lowered_bytes: name -> memory limit for a second try: what the first one thought it needed,
+            less what it exceeded the cap by.
+    """
+
+    given_up: set[str] = field(default_factory=set)
+    lowered_bytes: dict[str, int] = field(default_factory=dict)
+
+    def note(self, way: Way, planned_bytes: int, excess_bytes: int) -> None:
+        if excess_bytes and way.name not in self.lowered_bytes:
+            self.lowered_bytes[way.name] = planned_bytes - excess_bytes
+        else:
+            self.given_up.add(way.name)
+
+
+@dataclass(frozen=True, eq=False)
+class _Choice:
+    """Chooses a way for a graph."""
+
+    track: Track
+    options: Options
+    limits: Limits
+    labels: ModuleLabels | None
+
+    def best(self, tried: _Tried, slowest_ms: float) -> tuple[Way | None, int]:
+        """The best way that is not slower than that, and the work of finding it."""
+        if self.labels is not None:
+            return next_module_way(
+                self.track,
+                self.options,
+                self.limits,
+                self.labels,
+                ModuleTries(tried.given_up, tried.lowered_bytes, slowest_ms),
+            )
+        limit = min([self.limits.peak_bytes, *tried.lowered_bytes.values()])
+        ways = try_ways(self.track, self.options, replace(self.limits, peak_bytes=limit))
+        spent = sum(way.schedule.operations + way.plan.operations for way in ways)
+        ways = [way for way in ways if way.name not in tried.given_up]
+        ways = [way for way in ways if way.schedule.timeline.total_ms <= slowest_ms]
+        return (ways[0] if ways else None), spent
 
 
 @dataclass(frozen=True)

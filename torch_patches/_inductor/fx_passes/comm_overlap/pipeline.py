@@ -59,6 +59,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.module_names import (
     check_module_names as check_module_names,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.module_names import (
+    warn_reduced,
     warn_uncovered,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.overlap import Overlapped, overlap
@@ -66,6 +67,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import 
     uncovered_owners,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import ModulePlanError
+from torch_patches._inductor.fx_passes.comm_overlap.passes.module_ways import FULL_WAYS
 from torch_patches._inductor.fx_passes.comm_overlap.passes.tagging import is_tagged, tag_graph
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import plan_topo_span
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
@@ -333,6 +335,8 @@ def _tell(report: Report, options: Options) -> None:
     """Likewise."""
     try:
         emit_report(report)
+        if options.reads_modules and report.way not in FULL_WAYS and report.way:
+            warn_reduced(report.way)
         if report.uncovered:
             warn_uncovered(report.uncovered, options.module_uncovered)
     except Exception as error:

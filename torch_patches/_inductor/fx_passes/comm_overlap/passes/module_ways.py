@@ -1,15 +1,28 @@
-"""Ways to bucket and schedule where modules decide."""
+"""Ways to bucket and schedule where modules decide.
+
+What was asked for comes first; the others do less, for where it exceeds the memory cap or is slower
+than the input:
+
+    as asked              a bucket for each module; the next one's gather starts under this one
+    as asked, in parts    the same, but gathers that memory keeps from starting in time are split
+    halves                buckets of half the bytes
+    in place              buckets of modules, no prefetch and no deferral
+    quarters, eighths     buckets of fewer bytes
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.saturation import MIB
 from torch_patches._inductor.fx_passes.comm_overlap.passes.block_timing import (
     find_hiders,
     time_blocks,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.linear import LinearMerger
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_buckets import (
+    ModuleBuckets,
     plan_module_buckets,
     split_for_memory,
 )
@@ -28,38 +41,101 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
 
 #: Buckets are made in parts if that brings the run below this share of its time.
 _WORTH_PARTS = 0.999
+AS_ASKED, IN_PARTS, IN_PLACE = "as asked", "as asked, in parts", "in place"
+#: Ways that do what was asked for.
+FULL_WAYS = (AS_ASKED, IN_PARTS)
+_SMALLER = {"halves": 2, "quarters": 4, "eighths": 8}
+#: All of them, in the order in which they are tried.
+MODULE_WAYS = (AS_ASKED, "halves", IN_PLACE, "quarters", "eighths")
 
 
-def module_ways(track: Track, options: Options, limits: Limits, labels: ModuleLabels) -> list[Way]:
-    """The buckets of the modules, placed as asked for, in parts where memory kept a whole one from
-    starting in time and that pays; then without prefetch and deferral, for where the first does not
-    hold what it must.
+@dataclass(frozen=True)
+class ModuleTries:
+    """What is known of ways that were tried.
 
-    With ``enable_overlap_scheduling`` the estimates place them, else the order of the modules.
+    Args:
+        given_up: names of those that are not tried again.
+        lowered_bytes: name -> memory limit of a second try.
+        slowest_ms: a way that takes longer is not taken.
     """
-    merger = LinearMerger(track, limits.in_flight_bytes)
-    buckets = plan_module_buckets(track.skeleton, merger, labels, options)
-    hiders = find_hiders(track, options)
 
-    def by_modules(prefetch: int, deferral: int) -> ChooseTiming:
+    given_up: Set[str]
+    lowered_bytes: Mapping[str, int]
+    slowest_ms: float
+
+
+def next_module_way(
+    track: Track, options: Options, limits: Limits, labels: ModuleLabels, tries: ModuleTries
+) -> tuple[Way | None, int]:
+    """The first way that is not given up, keeps the memory cap by its own account and is fast enough;
+    and the work of finding it.
+
+    With ``enable_overlap_scheduling`` the estimates place the buckets, else the order of the
+    modules does.
+    """
+    operations = 0
+    for name in MODULE_WAYS:
+        names = FULL_WAYS if name == AS_ASKED else (name,)
+        lowered = [tries.lowered_bytes[n] for n in names if n in tries.lowered_bytes]
+        own = replace(limits, peak_bytes=min([limits.peak_bytes, *lowered]))
+        planner = _WayPlanner(track, options, own, labels)
+        for way in planner.make(name) if name not in tries.given_up else ():
+            operations += way.schedule.operations + way.plan.operations
+            slow = way.schedule.timeline.total_ms > tries.slowest_ms
+            if way.name not in tries.given_up and not slow and not excess_bytes(way, own):
+                return way, operations
+    return None, operations
+
+
+class _WayPlanner:
+    def __init__(
+        self, track: Track, options: Options, limits: Limits, labels: ModuleLabels
+    ) -> None:
+        self._track, self._options, self._limits, self._labels = track, options, limits, labels
+        self._hiders = find_hiders(track, options)
+
+    def make(self, name: str) -> Iterator[Way]:
+        """The way of this name, and its variants, the better first."""
+        options = self._options
+        prefetch, deferral = options.module_prefetch_depth, options.module_deferral_depth
+        if name == IN_PLACE:
+            prefetch, deferral = 0, 0
+        elif name in _SMALLER:
+            options = self._with_smaller_cap(_SMALLER[name])
+        merger = LinearMerger(self._track, self._limits.in_flight_bytes)
+        buckets = plan_module_buckets(self._track.skeleton, merger, self._labels, options)
+        placed = options.places_by_modules or name == IN_PLACE
+        timing = self._by_modules(buckets, prefetch, deferral) if placed else None
+        whole = schedule_way(name, buckets.plan, self._track, self._limits, timing)
+        parts = self._in_parts(whole, timing) if name == AS_ASKED else None
+        if parts is not None:
+            yield parts
+        yield whole
+
+    def _in_parts(self, whole: Way, timing: ChooseTiming | None) -> Way | None:
+        """Only if it pays: parts cost launches."""
+        if not whole.schedule.short:
+            return None
+        plan = split_for_memory(whole.plan, self._track.gathers, whole.schedule.short)
+        parts = schedule_way(IN_PARTS, plan, self._track, self._limits, timing)
+        worth = _WORTH_PARTS * whole.schedule.timeline.total_ms
+        return parts if parts.schedule.timeline.total_ms < worth else None
+
+    def _with_smaller_cap(self, divisor: int) -> Options:
+        """Buckets of a share of the largest gather or reduction of a visit."""
+        sizes: dict[tuple[object, ...], int] = {}
+        for collective in self._track.skeleton.collectives:
+            label = self._labels.of.get(collective.index)
+            if label is not None:
+                key = (label, collective.key, collective.backward)
+                sizes[key] = sizes.get(key, 0) + collective.size_bytes
+        largest = max(sizes.values(), default=0)
+        return replace(self._options, bucket_cap_mb=max(largest // divisor, 1) / MIB)
+
+    def _by_modules(self, buckets: ModuleBuckets, prefetch: int, deferral: int) -> ChooseTiming:
         def choose(units: Sequence[Unit]) -> Timing:
-            return time_blocks(track, units, buckets.visit_of, prefetch, deferral, hiders)
+            return time_blocks(
+                self._track, units, buckets.visit_of, prefetch, deferral, self._hiders
+            )
 
         return choose
-
-    asked = by_modules(options.module_prefetch_depth, options.module_deferral_depth)
-    choose = asked if options.places_by_modules else None
-    ways = [schedule_way("as asked", buckets.plan, track, limits, choose)]
-    short = ways[0].schedule.short
-    if short:
-        plan = split_for_memory(buckets.plan, track.gathers, short)
-        ways.append(schedule_way("as asked, in parts", plan, track, limits, choose))
-    # Parts cost launches: they must pay.
-    if len(ways) == 2 and _total_ms(ways[1]) < _WORTH_PARTS * _total_ms(ways[0]):
-        ways.reverse()
-    ways.append(schedule_way("in place", buckets.plan, track, limits, by_modules(0, 0)))
-    return sorted(ways, key=lambda way: excess_bytes(way, limits) > 0)
-
-
-def _total_ms(way: Way) -> float:
-    return way.schedule.timeline.total_ms

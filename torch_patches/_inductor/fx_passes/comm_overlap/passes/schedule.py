@@ -166,8 +166,19 @@ class _Scheduler:
                 if cost.launches:
                     self._enter_slot(place, cost.ms)
                 self.lanes.compute(node, cost)
+                if cost.launches:
+                    self._make_room(place + 1)
+
+    def _make_room(self, place: int) -> None:
+        """Behind a kernel: what is fused with the next one needs memory before that is reached."""
+        self.memory.advance(self.track.slot[place])
+        for unit in self._collectable():
+            if self.memory.live_bytes <= self.limits.peak_bytes:
+                break
+            self._collect(unit, place)
 
     def _enter_slot(self, place: int, upcoming_ms: float) -> None:
+        self.memory.note_peak(self.memory.live_bytes)
         self._collect_done(place)
         self._start_due(place, upcoming_ms)
         self.memory.note_peak(self.memory.live_bytes)
