@@ -195,8 +195,11 @@ def _names(model: Any) -> Iterator[str]:
         if source is not None:
             yield f"{node.op} {source.name}"
         # The keys are object ids, which differ between processes; the names do not.
-        for entry in (node.meta.get("nn_module_stack") or {}).values():
-            yield f"module {entry[0]}"
+        for path, kind in (node.meta.get("nn_module_stack") or {}).values():
+            yield f"module {path} {getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', kind)}"
+        custom = node.meta.get("custom")
+        if isinstance(custom, Mapping) and "module_fqn" in custom:
+            yield f"module_fqn {custom['module_fqn']}"
 
 
 def inputs_digest(recorded: Sequence[RecordedInput], reads_names: bool = False) -> str:

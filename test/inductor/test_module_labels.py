@@ -74,9 +74,9 @@ def test_the_innermost_module_of_the_plan_counts() -> None:
     h = b.placeholder(SIZE, SIZE)
     for path in ("a", "b"):
         with b.inside(path):
-            for _ in range(2):
+            for number in range(2):
                 weight = b.gather_and_wait(b.shard(), 2, "dp")
-                tag(weight, "b.weight")
+                tag(weight, f"b.{path}{number}")
                 h = b.call(aten.mm, h, weight)
     _, report = optimized(b.output(h), ("a", "b"))
     assert merged(report) == {"AG a dp x2": 1, "AG b dp x2": 1}

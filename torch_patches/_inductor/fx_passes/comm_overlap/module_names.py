@@ -46,10 +46,12 @@ def check_module_names(
     if options.bucketing_mode == "modules":
         plan = parse_plan(options.module_bucket_plans)
         for sentence in plan.check(parameters, modules, options.module_plan_unmatched):
-            _warn_of_plan(sentence)
+            warn_of_plan(sentence)
         buckets = [plan.bucket_of(name) for name in (*modules, *parameters)]
         known = list({bucket: None for bucket in buckets if bucket is not None})
-        check_overlap_names(dict(options.module_overlap_with), known, modules)
+        overlap = dict(options.module_overlap_with)
+        for sentence in check_overlap_names(overlap, known, modules, options.module_plan_unmatched):
+            warn_of_plan(sentence)
     return replace(options, module_names_checked=True)
 
 
@@ -67,7 +69,7 @@ def warn_uncovered(owners: tuple[str, ...], treatment: str) -> None:
 
 
 @functools.cache
-def _warn_of_plan(sentence: str) -> None:
+def warn_of_plan(sentence: str) -> None:
     """What a plan's check found and is no error."""
     log.warning("torch_patches: %s", sentence)
 

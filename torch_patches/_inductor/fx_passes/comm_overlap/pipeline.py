@@ -59,6 +59,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.module_names import (
     check_module_names as check_module_names,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.module_names import (
+    warn_of_plan,
     warn_reduced,
     warn_uncovered,
 )
@@ -324,6 +325,7 @@ def _report(graph: fx.Graph, options: Options, change: _Change) -> Report | None
             module_plan=labels.entries,
             modules_found=labels.found,
             uncovered=tuple(uncovered),
+            unmatched=labels.unmatched,
         )
     except Exception as error:
         _raise_if_strict(error)
@@ -337,6 +339,8 @@ def _tell(report: Report, options: Options) -> None:
         emit_report(report)
         if options.reads_modules and report.way not in FULL_WAYS and report.way:
             warn_reduced(report.way)
+        for sentence in report.unmatched:
+            warn_of_plan(sentence)
         if report.uncovered:
             warn_uncovered(report.uncovered, options.module_uncovered)
     except Exception as error:

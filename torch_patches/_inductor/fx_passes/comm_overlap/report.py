@@ -137,6 +137,8 @@ class Report:
         module_plan: the module buckets, in the form of ``module_bucket_plans``; empty in other modes.
         modules_found: which repeated blocks were found.
         uncovered: parameters, or modules, whose collectives no entry of the plan covers.
+        unmatched: a sentence for each entry of the plan, or of module_overlap_with, that matches
+            nothing here.
     """
 
     mode: str
@@ -178,6 +180,7 @@ class Report:
     module_plan: tuple[tuple[str, ...] | str, ...] = ()
     modules_found: str = ""
     uncovered: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
 
     def explain(self) -> str:
         """What was done in some lines for people; module buckets with a plan to paste."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.modules import read_node_stacks
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_buckets import Visit
-from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Timing
+from torch_patches._inductor.fx_passes.comm_overlap.passes.timing import Timing
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
 from torch_patches._inductor.fx_passes.comm_overlap.passes.units import Unit
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Options

@@ -9,7 +9,8 @@ can run where the stretches of its members overlap:
     {a, b}               |------------use|
 
 All starts and waits then have a place in one order of the graph's nodes, so no cycle can appear,
-whatever is merged besides, and no search of the graph is needed.
+whatever is merged besides, and no search of the graph is needed; only among reductions that feed
+each other is one, of their buckets.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ class LinearMerger(Merger):
         self._operations = 0
         self._bound = in_flight_bytes
         self._bytes: dict[int, int] = {}  # of buckets, by the first member
-        self._leader: dict[int, int] = {}
         self._stretch: dict[int, tuple[int, int]] = {
             index: (gather.earliest, gather.latest) for index, gather in track.gathers.items()
         }
         self._above = _feeders(track.reductions)
+        self._chained = any(self._above.values())
         self._members: dict[int, set[int]] = {}  # of buckets of reductions, by the first
+        self._bucket: dict[int, int] = {}  # reduction in a bucket -> the first of it
 
     @property
     def operations(self) -> int:
@@ -62,9 +64,8 @@ class LinearMerger(Merger):
             self.why[first.index] = self.why[other.index] = RefusalReason.MEMORY
             return False
         if first.index in self._track.reductions and other.index in self._track.reductions:
-            bucket = self._members.get(first.index, {first.index})
-            fed = other.index in self._above[first.index]
-            return not fed and bucket.isdisjoint(self._above[other.index])
+            fed = self._chained and (self._is_fed_by(first, other) or self._is_fed_by(other, first))
+            return not fed
         joint = self._joint(first, other)
         if joint is None or joint[0] > joint[1]:
             self.why[first.index] = self.why[other.index] = RefusalReason.PREFETCH
@@ -82,8 +83,26 @@ class LinearMerger(Merger):
             self._stretch[first.index] = joint
         else:
             self._members.setdefault(first.index, {first.index}).add(other.index)
-            self._above[first.index] = self._above[first.index] | self._above[other.index]
+            self._bucket[other.index] = first.index
         return True
+
+    def _is_fed_by(self, one: Collective, other: Collective) -> bool:
+        """Whether the bucket of ``one`` needs results of the other's, through any buckets."""
+        goal = self._bucket.get(other.index, other.index)
+        pending, seen = [self._bucket.get(one.index, one.index)], set[int]()
+        while pending:
+            bucket = pending.pop()
+            if bucket in seen:
+                continue
+            seen.add(bucket)
+            self._operations += 1
+            for member in self._members.get(bucket, {bucket}):
+                for feeder in self._above[member]:
+                    above = self._bucket.get(feeder, feeder)
+                    if above == goal:
+                        return True
+                    pending.append(above)
+        return False
 
     def merge_waits(self, members: Sequence[Collective]) -> bool:
         """Always: the waits of a bucket have a place in common."""

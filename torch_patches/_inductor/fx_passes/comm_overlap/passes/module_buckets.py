@@ -125,9 +125,11 @@ def find_visits(collectives: Sequence[Collective], labels: Mapping[int, str]) ->
 
 def _identity(collective: Collective) -> object:
     """Of the parameter, by what the graph says of it; of a parameter nobody knows its own."""
-    if collective.parameter_index is None:
-        return ("alone", collective.index)
-    return collective.parameter_index
+    tag = collective.tag
+    named = (tag.index, tag.parameter) if tag is not None else (None, None)
+    if collective.parameter_index is not None:
+        return collective.parameter_index
+    return named if named != (None, None) else ("alone", collective.index)
 
 
 def _uncovered(collectives: Sequence[Collective], merger: Merger, options: Options) -> Plan:

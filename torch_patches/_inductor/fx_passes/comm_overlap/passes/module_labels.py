@@ -64,7 +64,9 @@ def label_collectives(skeleton: Skeleton, options: Options) -> ModuleLabels:
     names = {c.index: _parameter(c) for c in carried}
     found, unmatched = "", list[str]()
     if options.bucketing_mode == "transformer_block":
-        blocks = find_blocks([Owner(stacks.get(c.index, ()), names[c.index]) for c in carried])
+        owners = [Owner(stacks.get(c.index, ()), names[c.index]) for c in carried]
+        backward = [c.backward for c in carried]
+        blocks = find_blocks(owners, backward=True if backward and all(backward) else None)
         plan, found = parse_plan(blocks.plan) if blocks.plan else None, blocks.describe()
     else:
         plan = parse_plan(options.module_bucket_plans)
@@ -77,7 +79,7 @@ def label_collectives(skeleton: Skeleton, options: Options) -> ModuleLabels:
             label = _label(plan, stack, names[collective.index])
             if label is not None:
                 labels[collective.index] = label
-    _check_overlap(skeleton, labels, options)
+    unmatched += _check_overlap(skeleton, labels, options)
     return ModuleLabels(
         entries=plan.entries if plan is not None else (),
         of=labels,
@@ -140,10 +142,13 @@ def _modules(skeleton: Skeleton, options: Options) -> list[str]:
     return list({name: None for scope in scopes for name in scope.names})
 
 
-def _check_overlap(skeleton: Skeleton, labels: Mapping[int, str], options: Options) -> None:
-    """Of blocks that were found, only the graph itself knows the buckets."""
-    known = options.module_names_checked and options.bucketing_mode == "modules"
-    if options.module_overlap_with and not known:
-        buckets = list(dict.fromkeys(labels.values()))
-        modules = _modules(skeleton, options)
-        check_overlap_names(dict(options.module_overlap_with), buckets, modules)
+def _check_overlap(skeleton: Skeleton, labels: Mapping[int, str], options: Options) -> list[str]:
+    """Of blocks that were found, only the graph itself knows the buckets; and it may know a part of
+    them, so a compile only warns."""
+    found = options.bucketing_mode == "transformer_block"
+    if not options.module_overlap_with or (options.module_names_checked and not found):
+        return []
+    unmatched = "warn" if options.module_names_checked else options.module_plan_unmatched
+    buckets = list(dict.fromkeys(labels.values()))
+    modules = _modules(skeleton, options)
+    return check_overlap_names(dict(options.module_overlap_with), buckets, modules, unmatched)

@@ -75,13 +75,13 @@ class Occupancy:
                 return slot
         return None
 
-    def is_room_for_long(self, over: range, limit_bytes: int, near: int | None) -> bool:
+    def is_room_for_long(self, over: range, limit_bytes: int, near: int) -> bool:
         """The same, looked at slot by slot only where no more than ``near`` of them are asked for;
         else by the highest slot behind."""
         self.operations += 1
         if self._track.peak_behind[over.start] + self.extra_bytes <= limit_bytes:
             return True
-        if near is not None and len(over) > near:
+        if len(over) > near:
             return False
         return self._full_slot(over.start, over.stop, limit_bytes) is None
 

@@ -34,6 +34,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.timing import (
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
 from torch_patches._inductor.fx_passes.comm_overlap.passes.units import Unit
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    DEFAULT_PREFETCH,
     Collective,
     CollectiveKind,
     Move,
@@ -117,7 +118,7 @@ class _Scheduler:
         self.in_flight = 0
         self.segment = 0  # side effects that were passed
         self.unit_of = {member.index: unit for unit in units for member in unit.members}
-        gathers = sorted((u for u in units if u.gathers), key=lambda u: (u.latest, u.use, u.index))
+        gathers = sorted((u for u in units if u.gathers), key=self._queue_place)
         self.latest = {} if timing is not None else latest_starts(track, gathers, units)
         self.pending: dict[str, list[Unit]] = {}
         for unit in reversed(gathers):
@@ -133,6 +134,11 @@ class _Scheduler:
             for feeder in self.feeders[unit.index]:
                 self.fed.setdefault(feeder, []).append(unit)
         self.late_waits: dict[int, list[Collective]] = {}  # place -> others waited for there
+
+    def _queue_place(self, unit: Unit) -> tuple[int, int, int, int]:
+        """In order of use, or as a timing has them."""
+        wanted = self.timing.starts[unit.index] if self.timing is not None else 0
+        return wanted, unit.latest, unit.use, unit.index
 
     def _feeders(self, unit: Unit) -> set[int]:
         """Units of reductions whose results this one reduces further."""
@@ -250,17 +256,21 @@ class _Scheduler:
         self._launch(unit)
 
     def _use_gather(self, place: int, node: fx.Node, unit: Unit) -> None:
-        pending = self.pending[unit.group]
-        while unit.index not in self.started:
-            self._start_gather(pending.pop(), place)
+        if unit.index not in self.started:
+            pending = self.pending[unit.group]
+            pending.pop() if pending[-1] is unit else pending.remove(unit)
+            self._start_gather(unit, place)
         if unit.index in self.used:
             return
         self.used.add(unit.index)
-        self.in_flight -= unit.size_bytes
         # What is due before compute goes on starts first: its stream would stand idle otherwise, for
         # as long as its payload is prepared behind this wait.
-        self._start_due(place, max(self.lanes.end_of(unit.launch) - self.lanes.now, 0.0))
+        stall = max(self.lanes.end_of(unit.launch) - self.lanes.now, 0.0)
+        self._start_due(place, stall)
         self.moves.extend(Move(wait, place) for m in unit.members for wait in m.waits[:1])
+        self.in_flight -= unit.size_bytes
+        if self.limits.in_flight_bytes is not None:
+            self._start_due(place, stall)
         self.lanes.wait(unit.launch, unit.waits)
         if unit.copy_out is not None:
             self.memory.note_peak(self.memory.live_bytes + unit.size_bytes)
@@ -331,7 +341,8 @@ class _Scheduler:
         bound = self.limits.in_flight_bytes
         if not over or (bound is not None and self.in_flight > bound):
             return
-        if self.memory.is_room_for_long(over, limit, self.limits.prefetch_kernels):
+        near = self.limits.prefetch_kernels
+        if self.memory.is_room_for_long(over, limit, DEFAULT_PREFETCH if near is None else near):
             self.memory.occupy(over.start, over.stop, size)
             self.late_waits.setdefault(use, []).append(collective)
             self.used.add(collective.index)
