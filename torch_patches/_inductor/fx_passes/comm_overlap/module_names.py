@@ -45,6 +45,8 @@ def check_module_names(
     modules = read_model_modules(model.graph)
     if options.bucketing_mode == "modules":
         plan = parse_plan(options.module_bucket_plans)
+        if all(plan.bucket_of(name) is None for name in (*parameters, *modules)):
+            return options  # another model than the one meant, unless it has collectives
         for sentence in plan.check(parameters, modules, options.module_plan_unmatched):
             warn_of_plan(sentence)
         buckets = [plan.bucket_of(name) for name in (*modules, *parameters)]

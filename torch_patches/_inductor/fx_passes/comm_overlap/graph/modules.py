@@ -19,7 +19,11 @@ from dataclasses import dataclass, field
 
 import torch.fx as fx
 
-from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import is_view, wrapped_node
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    is_view,
+    reads_only_shape,
+    wrapped_node,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import (
     data_inputs,
     passes_through,
@@ -135,7 +139,10 @@ def read_node_stacks(
     raw = {node: stack for node, stack in raw.items() if stack}
     of_collectives = _raw_stacks(skeleton, module_stack_fn)
     names = _names_of(of_collectives, skeleton)
-    names = {**_root_names(_rooted(raw.values()), _left_out(names)), **names}
+    roots = {scope.root for scope in _rooted(raw.values())}
+    alone = next(iter(roots)) if len(roots) == 1 else None
+    left_out = _left_out(names) if names else alone
+    names = {**_root_names(_rooted(raw.values()), left_out), **names}
     return {node: _named(stack, names) for node, stack in raw.items()}
 
 
@@ -354,6 +361,6 @@ def _readers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
         for user in pending.pop().users:
             if is_view(user):
                 pending.append(user)
-            else:
+            elif not reads_only_shape(user):
                 found[user] = None
     return list(found)

@@ -11,7 +11,8 @@ has started.  ``module_overlap_with`` names another module whose compute shall d
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.modules import read_node_stacks
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_buckets import Visit
@@ -77,7 +78,7 @@ def _starts(
         if (visit := _visit(unit, visit_of)) is not None:
             used[visit] = min(used.get(visit, unit.use), unit.use)
     order = sorted(used, key=used.__getitem__)
-    earlier = [0] * depth + [used[visit] for visit in order]
+    earlier = [0] * min(depth, len(order)) + [used[visit] for visit in order]
     from_place = dict(zip(order, earlier, strict=False))
     previous = _previous_of_label(order, used)
     starts: dict[int, int] = {}
@@ -178,14 +179,20 @@ def find_hiders(track: Track, options: Options) -> dict[str, list[int]]:
     if not options.module_overlap_with:
         return {}
     stacks = read_node_stacks(track.skeleton, track.order, options.module_stack_fn)
-    paths = dict(options.module_overlap_with)
-    found: dict[str, list[int]] = {bucket: [] for bucket in paths}
+    of_path: dict[str, list[str]] = {}
+    for bucket, path in options.module_overlap_with:
+        of_path.setdefault(path, []).append(bucket)
+    found: dict[str, list[int]] = {bucket: [] for bucket, _ in options.module_overlap_with}
     for node, stack in stacks.items():
         cost = track.costs.get(node)
         if cost is None or not cost.launches:
             continue
-        for bucket, path in paths.items():
-            names = (name for scope in stack for name in scope.names)
-            if any(name == path or name.startswith(f"{path}.") for name in names):
-                found[bucket].append(track.place[node])
+        paths = {above for scope in stack for name in scope.names for above in _prefixes(name)}
+        for bucket in {bucket for path in paths for bucket in of_path.get(path, ())}:
+            found[bucket].append(track.place[node])
     return {bucket: sorted(places) for bucket, places in found.items()}
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """a, a.b, a.b.c for a.b.c."""
+    return accumulate(name.split("."), lambda above, part: f"{above}.{part}")

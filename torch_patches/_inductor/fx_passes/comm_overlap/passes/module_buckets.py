@@ -148,6 +148,14 @@ def _labelled(buckets: Sequence[Bucket], visit_of: Mapping[int, Visit]) -> list[
     ]
 
 
+@dataclass
+class _OpenBucket:
+    """A bucket that takes members."""
+
+    members: list[Collective]
+    size_bytes: int
+
+
 class _VisitPlanner:
     """Merges the members of each visit that agree in their key."""
 
@@ -175,33 +183,35 @@ class _VisitPlanner:
         if len(members) == 1:
             self._refuse(members, RefusalReason.ALONE_IN_MODULE, label)
             return
-        open_buckets: list[list[Collective]] = []
+        open_buckets: list[_OpenBucket] = []
         reasons: dict[int, RefusalReason] = {}
         for member in members:
             for place, bucket in enumerate(open_buckets[:_OPEN_BUCKETS]):
                 reason = self._obstacle(bucket, member, place)
                 if reason is None:
-                    bucket.append(member)
+                    bucket.members.append(member)
+                    bucket.size_bytes += member.size_bytes
                     break
                 reasons[member.index] = reason
             else:
-                open_buckets.append([member])
-        for place, bucket in enumerate(open_buckets):
-            self._close(bucket, label)
-            if place or len(bucket) == 1:
-                why = reasons.get(bucket[0].index) or reasons.get(open_buckets[1][0].index)
-                self._refuse(bucket, why or RefusalReason.LEFT_OVER, label)
+                open_buckets.append(_OpenBucket([member], member.size_bytes))
+        made = [bucket.members for bucket in open_buckets]
+        for place, bucket_members in enumerate(made):
+            self._close(bucket_members, label)
+            if place or len(bucket_members) == 1:
+                why = reasons.get(bucket_members[0].index) or reasons.get(made[1][0].index)
+                self._refuse(bucket_members, why or RefusalReason.LEFT_OVER, label)
 
     def _obstacle(
-        self, bucket: Sequence[Collective], member: Collective, place: int
+        self, bucket: _OpenBucket, member: Collective, place: int
     ) -> RefusalReason | None:
         """Why ``member`` cannot join; None if it has joined."""
-        first = bucket[0]
+        first = bucket.members[0]
         assert first.key is not None
         if (first.segment, first.wait_segment) != (member.segment, member.wait_segment):
             return RefusalReason.BARRIER
         if self._options.bucket_cap_mb is not None:
-            size = sum(m.size_bytes for m in bucket) + member.size_bytes
+            size = bucket.size_bytes + member.size_bytes
             number = self._made.get(merge_key(first), 0) + place
             if size > cap_bytes(self._options.bucket_cap_mb, number, first.key, 0):
                 return RefusalReason.BYTE_CAP

@@ -4,6 +4,8 @@ What was asked for comes first; the others do less, for where it exceeds the mem
 than the input:
 
     as asked              a bucket for each module; the next one's gather starts under this one
+    as asked, copied      the same with copying buckets, where bucket_mode leaves the choice: where the
+                          host, which issues each member of a coalesced launch, is what limits
     as asked, in parts    the same, but gathers that memory keeps from starting in time are split
     halves                buckets of half the bytes
     in place              buckets of modules, no prefetch and no deferral
@@ -37,13 +39,15 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import (
     excess_bytes,
     schedule_way,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
+from torch_patches._inductor.fx_passes.comm_overlap.plan import MergeForm, Options
 
-#: Buckets are made in parts if that brings the run below this share of its time.
-_WORTH_PARTS = 0.999
-AS_ASKED, IN_PARTS, IN_PLACE = "as asked", "as asked, in parts", "in place"
+#: Buckets are made in parts, or copied, if that brings the run below this share of its time: more
+#: launches and copies must pay, beyond what estimates can tell apart.
+_WORTH = 0.999
+AS_ASKED, COPIED, IN_PARTS = "as asked", "as asked, copied", "as asked, in parts"
+IN_PLACE = "in place"
 #: Ways that do what was asked for.
-FULL_WAYS = (AS_ASKED, IN_PARTS)
+FULL_WAYS = (AS_ASKED, COPIED, IN_PARTS)
 _SMALLER = {"halves": 2, "quarters": 4, "eighths": 8}
 #: All of them, in the order in which they are tried.
 MODULE_WAYS = (AS_ASKED, "halves", IN_PLACE, "quarters", "eighths")
@@ -74,6 +78,7 @@ def next_module_way(
     modules does.
     """
     operations = 0
+    beyond: Way | None = None  # by its own account, which is careful
     for name in MODULE_WAYS:
         names = FULL_WAYS if name == AS_ASKED else (name,)
         lowered = [tries.lowered_bytes[n] for n in names if n in tries.lowered_bytes]
@@ -82,9 +87,12 @@ def next_module_way(
         for way in planner.make(name) if name not in tries.given_up else ():
             operations += way.schedule.operations + way.plan.operations
             slow = way.schedule.timeline.total_ms > tries.slowest_ms
-            if way.name not in tries.given_up and not slow and not excess_bytes(way, own):
+            if way.name in tries.given_up or slow:
+                continue
+            if not excess_bytes(way, own):
                 return way, operations
-    return None, operations
+            beyond = beyond or way
+    return beyond, operations
 
 
 class _WayPlanner:
@@ -102,24 +110,30 @@ class _WayPlanner:
             prefetch, deferral = 0, 0
         elif name in _SMALLER:
             options = self._with_smaller_cap(_SMALLER[name])
+        whole = self._schedule(name, options, prefetch, deferral)
+        yield from self._better(whole, options) if name == AS_ASKED else ()
+        yield whole
+
+    def _schedule(self, name: str, options: Options, prefetch: int, deferral: int) -> Way:
         merger = LinearMerger(self._track, self._limits.in_flight_bytes)
         buckets = plan_module_buckets(self._track.skeleton, merger, self._labels, options)
         placed = options.places_by_modules or name == IN_PLACE
         timing = self._by_modules(buckets, prefetch, deferral) if placed else None
-        whole = schedule_way(name, buckets.plan, self._track, self._limits, timing)
-        parts = self._in_parts(whole, timing) if name == AS_ASKED else None
-        if parts is not None:
-            yield parts
-        yield whole
+        return schedule_way(name, buckets.plan, self._track, self._limits, timing)
 
-    def _in_parts(self, whole: Way, timing: ChooseTiming | None) -> Way | None:
-        """Only if it pays: parts cost launches."""
-        if not whole.schedule.short:
-            return None
-        plan = split_for_memory(whole.plan, self._track.gathers, whole.schedule.short)
-        parts = schedule_way(IN_PARTS, plan, self._track, self._limits, timing)
-        worth = _WORTH_PARTS * whole.schedule.timeline.total_ms
-        return parts if parts.schedule.timeline.total_ms < worth else None
+    def _better(self, whole: Way, options: Options) -> list[Way]:
+        """Variants of what was asked for that are worth it, the best first."""
+        variants: list[Way] = []
+        if options.bucket_mode is None:
+            copying = replace(options, bucket_mode=MergeForm.COPY.value)
+            depths = (options.module_prefetch_depth, options.module_deferral_depth)
+            variants.append(self._schedule(COPIED, copying, *depths))
+        if whole.schedule.short:
+            plan = split_for_memory(whole.plan, self._track.gathers, whole.schedule.short)
+            timing = whole.choose_timing
+            variants.append(schedule_way(IN_PARTS, plan, self._track, self._limits, timing))
+        worth = [way for way in variants if _total_ms(way) < _WORTH * _total_ms(whole)]
+        return sorted(worth, key=_total_ms)
 
     def _with_smaller_cap(self, divisor: int) -> Options:
         """Buckets of a share of the largest gather or reduction of a visit."""
@@ -139,3 +153,7 @@ class _WayPlanner:
             )
 
         return choose
+
+
+def _total_ms(way: Way) -> float:
+    return way.schedule.timeline.total_ms
