@@ -195,7 +195,7 @@ FLAGS: tuple[Flag, ...] = (
         check=check_count,
         allowed=f"an int >= 0, or None for {DEFAULT_PREFETCH}",
         doc="Kernels between the start of a gather and its first use. None: "
-        f"{DEFAULT_PREFETCH}, about three layers of a transformer.",
+        f"{DEFAULT_PREFETCH}, about three layers of a transformer, and no bound for buckets of modules.",
         of_torch=True,
     ),
     Flag(
@@ -302,8 +302,8 @@ FLAGS: tuple[Flag, ...] = (
         value_type=Callable[..., Any] | None,
         check=or_none(check_function),
         allowed="a function node -> list of (module path, class), the outermost first, or None",
-        doc="For buckets of modules: tells which modules made a node, where nn_module_stack and "
-        "custom['module_fqn'] do not. A function that can be imported, or has a uuid(), keeps "
+        doc="For buckets of modules: asked first which modules made a node; where it knows nothing, "
+        "nn_module_stack and custom['module_fqn'] are. A function that can be imported, or has a uuid(), keeps "
         "compiles cacheable.",
     ),
     Flag(

@@ -78,7 +78,8 @@ def optimize_graph(
         max_memory_increase_gb, max_memory_increase_ratio: GB (2**30 bytes), or share, by which the
             estimated peak may grow; the smaller counts; with both None 2%, at least 32 MiB.
         max_in_flight_gb: GB of collectives started and not used yet; None for no bound of its own.
-        max_compute_pre_fetch: kernels between a gather's start and its first use; None for 50.
+        max_compute_pre_fetch: kernels between a gather's start and its first use; None for 50, and for
+            no bound in the modes of modules.
         insert_overlap_deps: hold the order by control dependencies, which only Inductor can lower;
             not taken from the flag.
         gpus_per_node: ranks that share a node.

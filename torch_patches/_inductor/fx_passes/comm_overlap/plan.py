@@ -149,8 +149,9 @@ class CollectiveTag:
         traffic: ``OTHER`` means that it was looked at and carries neither.
         source: where the knowledge comes from.
         parameter: fully qualified name of the parameter gathered, or whose gradient is reduced.
-        index: its place in the order of registration, for people; where no module is known, among
-            the parameters given.
+        index: its place in the order of registration, bottom-up as FSDP2 has it; where no module is
+            known, among the parameters given.  With the name it decides in the modes of modules,
+            and is for people elsewhere.
         place: its place among the graph's inputs, as descriptors count them.  The graph alone gives
             it, so it is the same on all ranks, whatever their Python objects are.
     """
@@ -178,8 +179,8 @@ class RecordedInput:
     Args:
         kind: parameter, buffer or other.
         name: fully qualified, empty for other inputs.
-        index: parameters: place in the order of registration; it decides nothing, since it comes
-            from this rank's Python objects.
+        index: parameters: place in the order of registration.  Name and index come from this rank's
+            Python objects; they decide in the modes of modules only.
     """
 
     kind: InputKind

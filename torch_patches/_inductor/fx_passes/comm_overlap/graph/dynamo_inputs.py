@@ -7,8 +7,8 @@ of Dynamo's inputs they come from.  The records are joined with them by that ind
 
 The kind of an input depends on Dynamo's graph alone, so it is the same on all ranks.  Names and the
 order of registration come from the module that the compiled frame holds (names are relative to it),
-so they are for people and decide nothing; where no module is found, the index is the order of
-Dynamo's inputs.
+so they decide only where buckets are modules, and are for people elsewhere; where no module is found,
+the index is the order of Dynamo's inputs.
 """
 
 from __future__ import annotations
