@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch._functorch._aot_autograd.descriptors import ParamAOTInput
 
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, RefusalReason
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
+from torch_patches._inductor.fx_passes.comm_overlap.plan import RefusalReason
 from torch_patches.optimize import optimize_graph
 from torch_patches.testing.captured import load_captured
 from torch_patches.testing.collective_rows import Source, show_graph

@@ -17,8 +17,8 @@ import time
 import torch
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
 from torch_patches.testing.synthetic import training_graph
 
 

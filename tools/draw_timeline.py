@@ -32,9 +32,9 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Lan
 from torch_patches._inductor.fx_passes.comm_overlap.forecast import Forecast, forecast
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK, collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.modules import read_node_stacks
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import label_collectives
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import ModulePlan, parse_plan
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
 from torch_patches.testing.backends import as_on_gpu
 from torch_patches.testing.captured import CaptureFormatError, load_captured
 

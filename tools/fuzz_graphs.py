@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches.testing.backends import as_on_gpu
 from torch_patches.testing.invariants import CaseError, InvariantError
 from torch_patches.testing.minimise import check_invariants

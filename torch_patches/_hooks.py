@@ -31,7 +31,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from torch_patches import _compat, config
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import measured_estimators
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, RecordedInput
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
+from torch_patches._inductor.fx_passes.comm_overlap.plan import RecordedInput
 
 logger = logging.getLogger(__name__)
 

@@ -54,7 +54,8 @@ from torch._inductor import config as inductor_config
 from torch_patches import _compat, _hooks, config
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import tag_of
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, RecordedInput, Traffic
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
+from torch_patches._inductor.fx_passes.comm_overlap.plan import RecordedInput, Traffic
 
 __all__ = ["UnsupportedTorchError", "aot_eager_comm_overlap"]
 

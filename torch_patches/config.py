@@ -22,7 +22,7 @@ from typing import Any
 from torch_patches import _compat
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.calibration import load_calibration
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.custom import estimation_key
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches.flag_checks import BUCKETING_MODES, Unacceptable
 from torch_patches.flags import (
     BY_NAME,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import DEVICES
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+from torch_patches._inductor.fx_passes.comm_overlap.options import (
     DEFAULT_MEMORY_INCREASE,
     DEFAULT_PREFETCH,
 )

@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from torch_patches import config
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+from torch_patches._inductor.fx_passes.comm_overlap.options import (
     BucketCap,
     CustomEstimation,
     ModuleStackFunction,

@@ -14,6 +14,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import (
     Hiding,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.after_schedule import (
     HIDING_SHARE,
     MAX_HIDING_NODES,
@@ -28,7 +29,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
 from torch_patches._inductor.fx_passes.comm_overlap.passes.units import make_units
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, Plan
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Plan
 from torch_patches.testing.hiding_sketch import Sketch, random_sketch, track_of
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")

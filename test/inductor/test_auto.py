@@ -21,9 +21,10 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.calibration import 
 )
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.custom import EstimationError
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes import auto
 from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import GIB, Way, memory_limits
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, Plan, RefusalReason
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Plan, RefusalReason
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 from torch_patches.testing.effect_ops import barrier
 from torch_patches.testing.estimations import ESTIMATIONS

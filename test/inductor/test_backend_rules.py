@@ -5,8 +5,9 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, RefusalReason
+from torch_patches._inductor.fx_passes.comm_overlap.plan import RefusalReason
 from torch_patches.testing.graph_builder import GraphBuilder
 
 aten = torch.ops.aten

@@ -12,9 +12,9 @@ import torch.utils._pytree as pytree
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import peak_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.shards import shared_shard_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import memory_limits
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 from torch_patches.testing.captured import load_captured
 from torch_patches.testing.estimations import Estimation

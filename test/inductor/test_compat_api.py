@@ -22,11 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_patches import compat_api
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK, tag_of
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    RefusalReason,
-    TagSource,
-    Traffic,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import RefusalReason, TagSource, Traffic
 from torch_patches.compat_api import bucket_collectives, tag_collectives_for_bucketing
 from torch_patches.config import PREFIX, FlagError
 from torch_patches.testing.graph_builder import GraphBuilder

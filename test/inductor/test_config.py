@@ -19,7 +19,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.calibration import 
     CalibrationTable,
     save_calibration,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 
 PREFIX = "aten_distributed_optimizations."
 DIST = inductor_config.aten_distributed_optimizations

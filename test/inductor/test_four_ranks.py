@@ -22,8 +22,9 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import run_joint, run_post_grad
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, RecordedInput
+from torch_patches._inductor.fx_passes.comm_overlap.plan import RecordedInput
 from torch_patches.testing import traced_models as models
 from torch_patches.testing.gathers import Chained, Quantised, Replicated, Sharded
 from torch_patches.testing.spmd_interpreter import mesh_groups, random_inputs, run_spmd

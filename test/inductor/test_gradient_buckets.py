@@ -14,11 +14,11 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import peak_
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import plan_topo_span
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     CollectiveTag,
-    Options,
     RefusalReason,
     TagSource,
     Traffic,

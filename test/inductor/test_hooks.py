@@ -24,7 +24,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 import torch_patches
 from torch_patches import _compat, _hooks, config
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 
 PREFIX = "aten_distributed_optimizations."
 MODE = PREFIX + "bucketing_mode"

@@ -28,10 +28,10 @@ import torch_patches
 from torch_patches import _compat, _hooks, config
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     CollectiveTag,
     InputKind,
-    Options,
     RecordedInput,
     TagSource,
     Traffic,

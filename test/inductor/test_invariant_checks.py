@@ -24,8 +24,9 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph import (
     rewrite,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes import topo_span
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, Skeleton
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Skeleton
 from torch_patches.testing import effect_ops
 from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.invariants import CaseError, InvariantError

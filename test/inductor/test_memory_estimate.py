@@ -15,8 +15,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import live_bytes, peak_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.storages import can_view
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import SYMBOLIC_DIM_FALLBACK
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
 from torch_patches.testing.captured import load_captured
 from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.synthetic import training_graph

@@ -22,8 +22,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import live_bytes, peak_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collective_kind
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import op_name
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
 from torch_patches.testing.captured import Captured, load_captured
 from torch_patches.testing.measured_memory import (
     Conditions,

@@ -10,7 +10,7 @@ import torch
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.modules import read_module_stacks
-from torch_patches._inductor.fx_passes.comm_overlap.plan import MODULE_MODES
+from torch_patches._inductor.fx_passes.comm_overlap.options import MODULE_MODES
 from torch_patches.testing.graph_variants import vary
 from torch_patches.testing.module_graphs import SIZE, ModuleGraph
 from torch_patches.testing.strategies import TAGS, build_case, random_options, random_recipe

@@ -8,17 +8,14 @@ import pytest
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.berths import find_berths
 from torch_patches._inductor.fx_passes.comm_overlap.passes.overlap_bucketer import (
     plan_preserving_overlap,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
 from torch_patches._inductor.fx_passes.comm_overlap.passes.start_queue import Entry, StartQueue
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    HidingInterval,
-    Options,
-    RefusalReason,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import HidingInterval, RefusalReason
 from torch_patches.testing.hiding_sketch import Sketch, bucket
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")

@@ -15,8 +15,9 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import (
     HostCosts,
     RuntimeModel,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, RefusalReason
+from torch_patches._inductor.fx_passes.comm_overlap.plan import RefusalReason
 from torch_patches.testing.hiding_sketch import Outcome, Sketch, bucket, words
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")

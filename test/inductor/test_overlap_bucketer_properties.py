@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import peak_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.overlap_bucketer import (
     plan_both_orders,
 )
@@ -25,7 +26,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
 from torch_patches._inductor.fx_passes.comm_overlap.passes.units import make_units
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     HidingInterval,
-    Options,
     Plan,
     RefusalReason,
     Skeleton,

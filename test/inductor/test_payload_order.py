@@ -24,7 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_patches
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, RecordedInput
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
+from torch_patches._inductor.fx_passes.comm_overlap.plan import RecordedInput
 from torch_patches.testing.gathers import Sharded
 from torch_patches.testing.traced import trace
 

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph import rewrite
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches.testing.graph_builder import GraphBuilder
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.graph_code import builder_code
 from torch_patches.testing.graph_context import SIZE_OF

@@ -10,13 +10,9 @@ import torch
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import reads_only_shape
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    CollectiveTag,
-    Options,
-    TagSource,
-    Traffic,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveTag, TagSource, Traffic
 from torch_patches.testing.graph_builder import GraphBuilder
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")

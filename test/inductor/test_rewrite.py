@@ -16,8 +16,9 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.metrics import (
     max_consecutive_compute_between_reduce_scatters,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import tensors_of
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options, Traffic
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Traffic
 from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.spmd_interpreter import random_inputs, run_spmd
 

@@ -19,13 +19,13 @@ from torch._functorch._aot_autograd import descriptors as aot
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import tag_of
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.tagging import plan_tags, tag_graph
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import plan_topo_span
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Bucket,
     CollectiveTag,
     InputKind,
-    Options,
     RecordedInput,
     TagSource,
     Traffic,

@@ -23,10 +23,10 @@ import torch_patches  # noqa: F401  (registers the flags and the hooks)
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import is_cast, is_view
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import tag_of
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import run_joint, run_post_grad
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     CollectiveTag,
-    Options,
     RecordedInput,
     TagSource,
 )

@@ -22,6 +22,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.graph_inputs import DescriptorMismatch
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK, tag_of
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.tagging import (
     is_tagged,
     plan_tags,
@@ -30,7 +31,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.tagging import (
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     CollectiveTag,
     InputKind,
-    Options,
     RecordedInput,
     RefusalReason,
     TagSource,

@@ -12,6 +12,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.saturation import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import (
     Merger,
     make_bucket,
@@ -26,7 +27,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import (
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     CloseReason,
     MergeForm,
-    Options,
     Plan,
     RefusalReason,
 )

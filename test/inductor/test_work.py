@@ -10,13 +10,14 @@ import torch
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import Merger
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import (
     greedy_buckets,
     plan_topo_span,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, Options
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective
 from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.synthetic import training_graph
 
@@ -99,7 +100,7 @@ def test_looks_at_fences_grow_linearly_on_a_dependent_chain():
 
 SCRIPT = """
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
+from torch_patches._inductor.fx_passes.comm_overlap.options import (Options)
 from torch_patches.testing.synthetic import training_graph
 gm = training_graph(3)
 for i, node in enumerate(gm.graph.nodes):

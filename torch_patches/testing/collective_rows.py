@@ -22,13 +22,9 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.graph_inputs import (
     read_facts,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.tagging import is_tagged, plan_tags
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    Collective,
-    Options,
-    RecordedInput,
-    Traffic,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, RecordedInput, Traffic
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 
 log = logging.getLogger(__name__)

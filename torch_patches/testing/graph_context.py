@@ -10,11 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    CollectiveTag,
-    TagSource,
-    Traffic,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveTag, TagSource, Traffic
 from torch_patches.testing.graph_builder import GraphBuilder, Group
 from torch_patches.testing.spmd_interpreter import mesh_groups
 

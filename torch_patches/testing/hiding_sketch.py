@@ -34,6 +34,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import wait_source
 from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.overlap_bucketer import (
     plan_preserving_overlap,
 )
@@ -43,7 +44,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track, r
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     CollectiveKind,
     HidingInterval,
-    Options,
     Plan,
     RefusalReason,
     Skeleton,

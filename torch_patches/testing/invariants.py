@@ -24,15 +24,11 @@ from torch._subclasses import FakeTensor
 
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK, collect
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import CAPS_MB, memory_limits
 from torch_patches._inductor.fx_passes.comm_overlap.passes.replicas import scatters_of_replicas
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import cap_bytes
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    BarrierKind,
-    Collective,
-    Options,
-    Skeleton,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import BarrierKind, Collective, Skeleton
 from torch_patches._inductor.fx_passes.comm_overlap.report import BucketReport, Report
 from torch_patches.testing.graph_builder import Group, evaluate
 from torch_patches.testing.graph_variants import vary

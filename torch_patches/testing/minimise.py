@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 import torch.fx as fx
 
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches.testing.graph_code import IMPORTS, builder_code
 from torch_patches.testing.invariants import InvariantError, Outcome, find_violation
 from torch_patches.testing.strategies import Description

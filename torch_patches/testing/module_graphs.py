@@ -19,12 +19,8 @@ import torch.fx as fx
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK, collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    CollectiveTag,
-    Options,
-    TagSource,
-    Traffic,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
+from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveTag, TagSource, Traffic
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 from torch_patches.testing.estimations import ESTIMATIONS
 from torch_patches.testing.graph_builder import GraphBuilder

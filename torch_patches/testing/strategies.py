@@ -23,12 +23,12 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+from torch_patches._inductor.fx_passes.comm_overlap.options import (
     MODULE_MODES,
-    CollectiveTag,
     ModulePlanEntries,
     Options,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveTag
 from torch_patches.testing.estimations import ESTIMATIONS
 from torch_patches.testing.graph_blocks import BLOCKS
 from torch_patches.testing.graph_builder import GraphBuilder

@@ -13,15 +13,12 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.modules import (
     clean_parameter_name,
     read_model_modules,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import (
     check_overlap_names,
     parse_plan,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    InputKind,
-    Options,
-    RecordedInput,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import InputKind, RecordedInput
 
 log = logging.getLogger(__name__)
 

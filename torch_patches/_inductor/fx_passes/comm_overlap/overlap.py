@@ -33,6 +33,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import con
 from torch_patches._inductor.fx_passes.comm_overlap.graph.control import Overlap
 from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import (
     memory_limits,
     merge_nothing,
@@ -49,13 +50,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.module_ways import (
 from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track, read_track
 from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import Way, reschedule
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    Collective,
-    Options,
-    Plan,
-    Skeleton,
-    Traffic,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, Plan, Skeleton, Traffic
 
 log = logging.getLogger(__name__)
 

@@ -63,6 +63,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.module_names import (
     warn_reduced,
     warn_uncovered,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.overlap import Overlapped, overlap
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import (
     uncovered_owners,
@@ -71,12 +72,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import Mo
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_ways import FULL_WAYS
 from torch_patches._inductor.fx_passes.comm_overlap.passes.tagging import is_tagged, tag_graph
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import plan_topo_span
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    Options,
-    Plan,
-    RecordedInput,
-    Skeleton,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Plan, RecordedInput, Skeleton
 from torch_patches._inductor.fx_passes.comm_overlap.report import (
     Before,
     Report,

@@ -22,12 +22,12 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.metrics import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import tensors_of
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import report_bytes
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.overlap import Overlapped
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Bucket,
     CloseReason,
     Collective,
-    Options,
     Plan,
     Refusal,
     Skeleton,

@@ -44,11 +44,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.network import (
     link_class_of,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import tensors_of
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    Collective,
-    CustomEstimation,
-    Skeleton,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.options import CustomEstimation
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, Skeleton
 
 __all__ = [
     "CustomEstimation",

@@ -43,11 +43,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     is_view,
     wait_source,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    Bucket,
-    Collective,
-    CollectiveKind,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Bucket, Collective, CollectiveKind
 
 aten = torch.ops.aten
 

@@ -19,11 +19,7 @@ from typing import Any
 import torch.fx as fx
 from torch._functorch._aot_autograd import descriptors as aot
 
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    InputKind,
-    RecordedInput,
-    TagSource,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import InputKind, RecordedInput, TagSource
 
 
 class DescriptorMismatch(ValueError):

@@ -19,11 +19,7 @@ from dataclasses import replace
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.links import find_feeders
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    Collective,
-    CollectiveKind,
-    Traffic,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, CollectiveKind, Traffic
 
 
 def with_shared_sizes(

@@ -22,13 +22,14 @@ import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import CollectiveSpan
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.overlap_bucketer import (
     plan_preserving_overlap,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.room import Surroundings
 from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits, Schedule
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
-from torch_patches._inductor.fx_passes.comm_overlap.plan import HidingInterval, Options, Plan
+from torch_patches._inductor.fx_passes.comm_overlap.plan import HidingInterval, Plan
 
 #: A collective that is hidden for less than this share of its time counts as exposed.
 MIN_HIDDEN_SHARE = 0.75

@@ -13,6 +13,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch_patches._inductor.fx_passes.comm_overlap.options import (
+    DEFAULT_MEMORY_BYTES,
+    DEFAULT_MEMORY_INCREASE,
+    DEFAULT_PREFETCH,
+    Options,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.passes.after_schedule import (
     merge_after_schedule,
 )
@@ -27,10 +33,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import (
     schedule_way,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    DEFAULT_MEMORY_BYTES,
-    DEFAULT_MEMORY_INCREASE,
-    DEFAULT_PREFETCH,
-    Options,
     Plan,
     Refusal,
     RefusalReason,

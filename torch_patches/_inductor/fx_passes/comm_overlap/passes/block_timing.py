@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.modules import read_node_stacks
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_buckets import Visit
 from torch_patches._inductor.fx_passes.comm_overlap.passes.timing import Timing
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
 from torch_patches._inductor.fx_passes.comm_overlap.passes.units import Unit
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Options
 
 #: Kernels at most between the last gradient of a module and the first use of the next one's gather.
 _NEAR_KERNELS = 32

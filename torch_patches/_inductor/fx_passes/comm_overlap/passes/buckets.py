@@ -8,6 +8,7 @@ import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
 from torch_patches._inductor.fx_passes.comm_overlap.graph.links import are_scaled_alike
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Bucket,
     BucketKey,
@@ -15,7 +16,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Collective,
     CollectiveKind,
     MergeForm,
-    Options,
     RefusalReason,
 )
 

@@ -21,11 +21,7 @@ import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import Merger
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    Collective,
-    MergeForm,
-    RefusalReason,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, MergeForm, RefusalReason
 
 
 class LinearMerger(Merger):

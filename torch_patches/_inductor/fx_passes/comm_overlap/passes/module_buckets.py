@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import (
     Merger,
     choose_form,
@@ -40,7 +41,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     CloseReason,
     Collective,
     CollectiveKind,
-    Options,
     Plan,
     Refusal,
     RefusalReason,

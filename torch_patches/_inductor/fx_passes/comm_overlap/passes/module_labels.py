@@ -17,19 +17,14 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.modules import (
     read_module_stacks,
     read_node_stacks,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.options import ModulePlanEntries, Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.blocks import Owner, find_blocks
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import (
     ModulePlan,
     check_overlap_names,
     parse_plan,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    Collective,
-    ModulePlanEntries,
-    Options,
-    Skeleton,
-    Traffic,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, Skeleton, Traffic
 
 
 @dataclass(frozen=True, eq=False)

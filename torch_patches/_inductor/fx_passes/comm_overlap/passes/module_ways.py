@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.saturation import MIB
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.block_timing import (
     find_hiders,
     time_blocks,
@@ -39,7 +40,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import (
     excess_bytes,
     schedule_way,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.plan import MergeForm, Options
+from torch_patches._inductor.fx_passes.comm_overlap.plan import MergeForm
 
 #: Buckets are made in parts, or copied, if that brings the run below this share of its time: more
 #: launches and copies must pay, beyond what estimates can tell apart.

@@ -29,6 +29,7 @@ import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
 from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.berths import NEVER
 from torch_patches._inductor.fx_passes.comm_overlap.passes.candidates import select_candidates
 from torch_patches._inductor.fx_passes.comm_overlap.passes.hiding_merger import HidingMerger
@@ -43,12 +44,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import (
     plan_greedily,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.units import make_units
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    HidingInterval,
-    Options,
-    Plan,
-    Skeleton,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import HidingInterval, Plan, Skeleton
 
 
 def plan_preserving_overlap(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import (
     Merger,
     choose_form,
@@ -25,7 +26,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     BucketKey,
     Collective,
     CollectiveKind,
-    Options,
     Plan,
     Refusal,
     RefusalReason,

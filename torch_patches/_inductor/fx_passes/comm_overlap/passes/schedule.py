@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Lanes, Timeline
+from torch_patches._inductor.fx_passes.comm_overlap.options import DEFAULT_PREFETCH
 from torch_patches._inductor.fx_passes.comm_overlap.passes.occupancy import Occupancy
 from torch_patches._inductor.fx_passes.comm_overlap.passes.timing import (
     REDUCTION_MARGIN,
@@ -34,7 +35,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.timing import (
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
 from torch_patches._inductor.fx_passes.comm_overlap.passes.units import Unit
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    DEFAULT_PREFETCH,
     Collective,
     CollectiveKind,
     Move,

@@ -36,6 +36,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.saturation import (
     default_cap_bytes,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
+from torch_patches._inductor.fx_passes.comm_overlap.options import BucketCap, Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import (
     Merger,
     choose_form,
@@ -49,13 +50,11 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.replicas import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Bucket,
-    BucketCap,
     BucketKey,
     CloseReason,
     Collective,
     CollectiveKind,
     MergeForm,
-    Options,
     Plan,
     Refusal,
     RefusalReason,
