@@ -19,7 +19,6 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.fx as fx
@@ -80,6 +79,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.report import (
     emit_report,
     with_forecasts,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.sources import digest_of as digest_of
+from torch_patches._inductor.fx_passes.comm_overlap.sources import source_digest as source_digest
 
 log = logging.getLogger(__name__)
 
@@ -396,18 +397,3 @@ def optimize_graph(gm: fx.GraphModule, options: Options) -> Report:
     report = run_post_grad(gm.graph, options, estimated=True)
     gm.recompile()
     return report if report is not None else Report(options.bucketing_mode)
-
-
-@functools.cache
-def source_digest() -> str:
-    """Hash of every source file of the package; part of Inductor's cache key."""
-    return digest_of(Path(__file__).parents[3])
-
-
-def digest_of(root: Path) -> str:
-    """Hash of the names and contents of all Python files under ``root``."""
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

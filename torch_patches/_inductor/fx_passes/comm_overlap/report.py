@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections import Counter
@@ -20,7 +19,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.metrics import (
     displaced_share,
     max_consecutive_compute_between_reduce_scatters,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import tensors_of
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import report_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.overlap import Overlapped
@@ -32,6 +30,9 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Refusal,
     Skeleton,
     TagSource,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.schedule_hash import (
+    schedule_hash as schedule_hash,
 )
 
 log = logging.getLogger(__name__)
@@ -284,22 +285,6 @@ def describe_bucket(bucket: Bucket) -> BucketReport:
         close_reason=bucket.close_reason.value,
         label=bucket.label,
     )
-
-
-def schedule_hash(skeleton: Skeleton) -> str:
-    """Hash of the launches in order: kind, group, dtype, reduce op and payload shapes."""
-    digest = hashlib.sha256()
-    # A group's name is local to a rank (each rank has its own sub-group of a mesh); which of the
-    # groups it is, by first appearance, is not.
-    ordinals: dict[str, int] = {}
-    for collective in skeleton.collectives:
-        ordinal = ordinals.setdefault(collective.group, len(ordinals))
-        key = collective.key and replace(collective.key, group=str(ordinal))
-        value = collective.start.meta.get("val")
-        # a symbol's name, too, may be local to a rank
-        shapes = [[n if isinstance(n, int) else "?" for n in t.shape] for t in tensors_of(value)]
-        digest.update(repr((collective.kind.value, key, shapes)).encode())
-    return digest.hexdigest()[:16]
 
 
 def build_report(
