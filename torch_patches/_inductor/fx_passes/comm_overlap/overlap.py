@@ -44,6 +44,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import 
     label_collectives,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_ways import (
+    FULL_WAYS,
+    MODULE_WAYS,
     ModuleTries,
     next_module_way,
 )
@@ -55,7 +57,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, Plan
 log = logging.getLogger(__name__)
 
 #: Plans that are applied before the graph is left as it was; bounds the work.
-MAX_APPLIED, MAX_APPLIED_MODULES = 4, 8
+MAX_APPLIED, MAX_APPLIED_MODULES = 4, 10
 #: Times are sums of floats in another order: what is not slower than this is equal.
 _ROUNDING_MS = 1e-6
 
@@ -153,7 +155,8 @@ class _Tried:
     lowered_bytes: dict[str, int] = field(default_factory=dict)
 
     def note(self, way: Way, planned_bytes: int, excess_bytes: int) -> None:
-        if excess_bytes and way.name not in self.lowered_bytes:
+        again = way.name in FULL_WAYS or way.name not in MODULE_WAYS  # others do less anyway
+        if excess_bytes and again and way.name not in self.lowered_bytes:
             self.lowered_bytes[way.name] = planned_bytes - excess_bytes
         else:
             self.given_up.add(way.name)

@@ -9,7 +9,7 @@ than the input:
     as asked, in parts    the same, but gathers that memory keeps from starting in time are split
     halves                buckets of half the bytes
     in place              buckets of modules, no prefetch and no deferral
-    quarters, eighths     buckets of fewer bytes
+    quarters, eighths     buckets of fewer bytes, likewise
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ IN_PLACE = "in place"
 #: Ways that do what was asked for.
 FULL_WAYS = (AS_ASKED, COPIED, IN_PARTS)
 _SMALLER = {"halves": 2, "quarters": 4, "eighths": 8}
+_UNMOVED = (IN_PLACE, "quarters", "eighths")
 #: All of them, in the order in which they are tried.
 MODULE_WAYS = (AS_ASKED, "halves", IN_PLACE, "quarters", "eighths")
 
@@ -107,9 +108,9 @@ class _WayPlanner:
         """The way of this name, and its variants, the better first."""
         options = self._options
         prefetch, deferral = options.module_prefetch_depth, options.module_deferral_depth
-        if name == IN_PLACE:
+        if name in _UNMOVED:
             prefetch, deferral = 0, 0
-        elif name in _SMALLER:
+        if name in _SMALLER:
             options = self._with_smaller_cap(_SMALLER[name])
         whole = self._schedule(name, options, prefetch, deferral)
         yield from self._better(whole, options) if name == AS_ASKED else ()
@@ -118,7 +119,7 @@ class _WayPlanner:
     def _schedule(self, name: str, options: Options, prefetch: int, deferral: int) -> Way:
         merger = LinearMerger(self._track, self._limits.in_flight_bytes)
         buckets = plan_module_buckets(self._track.skeleton, merger, self._labels, options)
-        placed = options.places_by_modules or name == IN_PLACE
+        placed = options.places_by_modules or name in _UNMOVED
         timing = self._by_modules(buckets, prefetch, deferral) if placed else None
         return schedule_way(name, buckets.plan, self._track, self._limits, timing)
 
