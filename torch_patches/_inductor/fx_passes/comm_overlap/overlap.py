@@ -44,8 +44,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import 
     label_collectives,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_ways import (
-    FULL_WAYS,
-    MODULE_WAYS,
     ModuleTries,
     next_module_way,
 )
@@ -57,7 +55,10 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, Plan
 log = logging.getLogger(__name__)
 
 #: Plans that are applied before the graph is left as it was; bounds the work.
-MAX_APPLIED, MAX_APPLIED_MODULES = 4, 10
+MAX_APPLIED, MAX_APPLIED_MODULES = 4, 14
+#: A second try has this part of the memory less, besides what the first one exceeded the cap by:
+#: schedules know memory by kernels, not by nodes.
+_MARGIN = 256
 #: Times are sums of floats in another order: what is not slower than this is equal.
 _ROUNDING_MS = 1e-6
 
@@ -155,9 +156,9 @@ class _Tried:
     lowered_bytes: dict[str, int] = field(default_factory=dict)
 
     def note(self, way: Way, planned_bytes: int, excess_bytes: int) -> None:
-        again = way.name in FULL_WAYS or way.name not in MODULE_WAYS  # others do less anyway
-        if excess_bytes and again and way.name not in self.lowered_bytes:
-            self.lowered_bytes[way.name] = planned_bytes - excess_bytes
+        if excess_bytes and way.name not in self.lowered_bytes:
+            margin = planned_bytes // _MARGIN
+            self.lowered_bytes[way.name] = planned_bytes - excess_bytes - margin
         else:
             self.given_up.add(way.name)
 

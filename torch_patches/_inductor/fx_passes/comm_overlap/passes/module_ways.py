@@ -51,6 +51,7 @@ IN_PLACE = "in place"
 FULL_WAYS = (AS_ASKED, COPIED, IN_PARTS)
 _SMALLER = {"halves": 2, "quarters": 4, "eighths": 8}
 _UNMOVED = (IN_PLACE, "quarters", "eighths")
+_TRIED_ANYWAY = (AS_ASKED, "halves")
 #: All of them, in the order in which they are tried.
 MODULE_WAYS = (AS_ASKED, "halves", IN_PLACE, "quarters", "eighths")
 
@@ -80,7 +81,7 @@ def next_module_way(
     modules does.
     """
     operations = 0
-    beyond: Way | None = None  # by its own account, which is careful
+    beyond: Way | None = None
     for name in MODULE_WAYS:
         names = FULL_WAYS if name == AS_ASKED else (name,)
         lowered = [tries.lowered_bytes[n] for n in names if n in tries.lowered_bytes]
@@ -91,7 +92,8 @@ def next_module_way(
             slow = way.schedule.timeline.total_ms > tries.slowest_ms
             if way.name in tries.given_up or slow:
                 continue
-            if not excess_bytes(way, own):
+            # Its own account is careful; what was asked for is worth a look at the changed graph.
+            if name in _TRIED_ANYWAY or not excess_bytes(way, own):
                 return way, operations
             beyond = beyond or way
     return beyond, operations
