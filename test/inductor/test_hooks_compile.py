@@ -267,12 +267,13 @@ def gather_tagged(*tags: CollectiveTag | None) -> fx.GraphModule:
 def test_tags_are_in_the_key_of_every_graph() -> None:
     """Graphs with equal code and other tags, as two models' backwards can be."""
     keys: list[str] = []
+    ours = _hooks.PostGradPass(Options("topo_span"))
 
     def inner(gm: fx.GraphModule, inputs: Any) -> None:
         keys.append(getattr(inductor_config, config.DIGEST_FLAG))
 
     def key(*tags: CollectiveTag | None) -> str:
-        _hooks._keyed_by_tags(inner, ())(gather_tagged(*tags), [])
+        _hooks._keyed_by_tags(inner, ours)(gather_tagged(*tags), [])
         return keys[-1]
 
     def tag(traffic: Traffic, name: str | None = None, place: int | None = None) -> CollectiveTag:
@@ -348,17 +349,16 @@ def test_flags_and_digest_are_in_both_cache_keys(
     assert run_matmul(bucketing_mode="topo_span") == miss
 
 
-@pytest.mark.parametrize("reads_names", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "reads_names"), [("transformer_block", True), ("topo_span", False)]
+)
 def test_parameter_names_are_in_the_key_when_plans_read_them(
-    recorder: Recorder, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, reads_names: bool
+    recorder: Recorder, fresh_cache: Path, mode: str, reads_names: bool
 ) -> None:
-    if reads_names:
-        monkeypatch.setattr(_hooks, "MODES_READING_NAMES", frozenset({"topo_span"}))
-
     def run(name: str) -> dict[str, int]:
         torch._dynamo.reset()
         with torch.no_grad(), torch._functorch.config.patch(enable_autograd_cache=False):
-            torch.compile(NamedLinear(name), options={MODE: "topo_span"})(torch.ones(2, 2))
+            torch.compile(NamedLinear(name), options={MODE: mode})(torch.ones(2, 2))
         return cache_events()
 
     assert run("a") == {"fxgraph_cache_miss": 1}

@@ -154,9 +154,9 @@ MODELS = {
     ),
     "gathered product": Model(
         lambda: models.GatheredProduct([S] * 2),
-        # The square is registered before the layers.
-        expected((GATHER, parameter(W0, 1)), (GATHER, parameter(W1, 2)), (GATHER, OTHER)),
-        expected((SCATTER, gradient(W0, 1)), (SCATTER, gradient(W1, 2)), (SCATTER, OTHER)),
+        # The square is the model's own, so bottom-up it comes behind the layers'.
+        expected((GATHER, parameter(W0, 0)), (GATHER, parameter(W1, 1)), (GATHER, OTHER)),
+        expected((SCATTER, gradient(W0, 0)), (SCATTER, gradient(W1, 1)), (SCATTER, OTHER)),
     ),
     "gathers recomputed": Model(lambda: models.Mlp([S] * 3, recompute=True), *THREE),
     "uneven gathers recomputed": Model(

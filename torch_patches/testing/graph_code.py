@@ -48,7 +48,7 @@ def _metadata(graph: fx.Graph) -> Iterator[str]:
         for mark in ("nn_module_stack", "fwd_nn_module_stack"):
             if mark in node.meta:
                 kinds = {
-                    k: (p, f"{c.__module__}.{c.__qualname__}")
+                    k: (p, c if isinstance(c, str) else f"{c.__module__}.{c.__qualname__}")
                     for k, (p, c) in node.meta[mark].items()
                 }
                 yield f'{place}.meta["{mark}"] = {kinds!r}'
