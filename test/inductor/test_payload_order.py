@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_patches
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
+from torch_patches._inductor.fx_passes.comm_overlap.graph.registration import bottom_up
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.plan import RecordedInput
 from torch_patches.testing.gathers import Sharded
@@ -142,3 +143,11 @@ def test_payload_order_is_that_of_fsdp2(fsdp2_sizes: list[list[int]], mode: str)
     else:
         assert gathered == as_fsdp2
         assert reduced == as_fsdp2
+
+
+def test_places_from_names_are_bottom_up() -> None:
+    """named_parameters() has a module's own parameters first, FSDP2 last."""
+    names = ["scale", "a.own", "a.inner.w", "a.inner.b", "c.w", "shift"]
+    assert sorted(bottom_up(names), key=bottom_up(names).__getitem__) == [
+        "a.inner.w", "a.inner.b", "a.own", "c.w", "scale", "shift",
+    ]  # fmt: skip

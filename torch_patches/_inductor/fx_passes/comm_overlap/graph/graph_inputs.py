@@ -19,6 +19,7 @@ from typing import Any
 import torch.fx as fx
 from torch._functorch._aot_autograd import descriptors as aot
 
+from torch_patches._inductor.fx_passes.comm_overlap.graph.registration import bottom_up
 from torch_patches._inductor.fx_passes.comm_overlap.plan import InputKind, RecordedInput, TagSource
 
 
@@ -115,6 +116,7 @@ class _Reader:
         for base in bases:
             if isinstance(base, aot.ParamAOTInput):
                 self._places.setdefault(base.target, len(self._places))
+        self._registered = bottom_up(self._places)
         named = any(isinstance(b, (aot.ParamAOTInput, aot.BufferAOTInput)) for b in bases)
         if named:
             self.source = TagSource.DESCRIPTORS
@@ -129,7 +131,8 @@ class _Reader:
             base = _base(base.base_of)
         if isinstance(base, aot.ParamAOTInput):
             place = self._places.setdefault(base.target, len(self._places))
-            return Fact(InputKind.PARAMETER, TagSource.DESCRIPTORS, base.target, place, place)
+            index = self._registered.get(base.target)
+            return Fact(InputKind.PARAMETER, TagSource.DESCRIPTORS, base.target, index, place)
         if isinstance(base, aot.BufferAOTInput):
             return Fact(InputKind.BUFFER, TagSource.DESCRIPTORS, base.target)
         if not isinstance(base, aot.PlainAOTInput):
