@@ -9,6 +9,11 @@ import torch
 import torch.fx as fx
 
 import torch_patches
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import make_model
+from torch_patches._inductor.fx_passes.comm_overlap.forecast import forecast
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK
+from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveTag, TagSource, Traffic
 from torch_patches.testing.graph_builder import GraphBuilder
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
@@ -99,3 +104,20 @@ def test_plans_agree_under_any_cap(make, rows):
             assert full.schedule_hash == short.schedule_hash
             assert full.way == short.way
             assert full.total_ms_after == short.total_ms_after
+
+
+def test_a_pad_in_front_of_what_is_no_parameter_counts_nowhere() -> None:
+    """As fuzzing found: under a cap of zero, eight bytes more on one rank are another plan."""
+
+    def peaks(padded: bool) -> tuple[int, int]:
+        b = GraphBuilder()
+        data = b.placeholder(4, 4)
+        payload = b.call(aten.constant_pad_nd, data, [0, 0]) if padded else data
+        wait = b.gather_and_wait(payload, 2, "g")
+        for node in (wait, wait.args[0]):
+            node.meta[TAG_MARK] = CollectiveTag(Traffic.OTHER, TagSource.DYNAMO)
+        gm = b.output(b.call(aten.neg, wait))
+        found = forecast(gm.graph, collect(gm.graph), make_model())
+        return found.peak_bytes, found.held_peak_bytes
+
+    assert peaks(padded=True) == peaks(padded=False)

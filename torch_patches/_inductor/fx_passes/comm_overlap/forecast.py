@@ -25,6 +25,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.shards import (
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Timeline, simulate
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.graph.emit_copying import PART_MARK
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import op_name
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Skeleton
 
 
@@ -73,12 +74,17 @@ def forecast(
     shards = {node: size for node, size in found.items() if node not in buckets}
     costs = with_shared_costs(model.node_costs(graph, working), shards, working, model)
     parameters = frozenset(node for node in shards if node.op == "placeholder")
-    # Pads and cuts of shards, which ranks with a short shard have and others have not.
-    passed_on = skeleton.idle & shards.keys()
+    # Pads and cuts of shards, which ranks with a short shard have and others have not; pads also of
+    # what is gathered and no parameter.
+    passed_on = {n for n in working.idle if n in shards or _is_pad(n)}
     held, live = live_bytes_each(graph, parameters, sizes=shards, eager=eager, idle=passed_on)
     order = tuple(graph.nodes)
     timeline = simulate(order, skeleton, model, costs)
     return Forecast(order, skeleton, model, costs, live, held, timeline)
+
+
+def _is_pad(node: fx.Node) -> bool:
+    return node.op == "call_function" and op_name(node.target) == "constant_pad_nd"
 
 
 def combined_live(forecast: Forecast, limit_bytes: int, held_limit_bytes: int) -> LiveBytes:
