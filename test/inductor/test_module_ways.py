@@ -16,7 +16,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import col
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import make_bucket
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_buckets import split_for_memory
-from torch_patches._inductor.fx_passes.comm_overlap.passes.module_ways import FULL_WAYS
+from torch_patches._inductor.fx_passes.comm_overlap.passes.module_ways import FULL_WAYS, _at_most
 from torch_patches._inductor.fx_passes.comm_overlap.passes.movable import find_gathers
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     CloseReason,
@@ -168,3 +168,13 @@ def test_the_outer_cache_key_knows_classes_and_module_fqn() -> None:
     assert digest(_One) == digest(_One)
     assert digest(_One) != digest(_Other)
     assert digest(_One, "a") != digest(_One, "b")
+
+
+def test_smaller_buckets_keep_the_users_cap() -> None:
+    """By number, by index and by function."""
+    assert _at_most(None, 4.0) == 4.0
+    assert _at_most(8.0, 4.0) == 4.0
+    assert _at_most((1.0, 8.0), 4.0) == (1.0, 4.0)
+    by_index = _at_most(lambda index: 1.0 + 7.0 * index, 4.0)
+    assert callable(by_index)
+    assert [by_index(0), by_index(1)] == [1.0, 4.0]

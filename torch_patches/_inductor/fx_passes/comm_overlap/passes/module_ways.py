@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.saturation import MIB
-from torch_patches._inductor.fx_passes.comm_overlap.options import Options
+from torch_patches._inductor.fx_passes.comm_overlap.options import BucketCap, Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.block_timing import (
     find_hiders,
     time_blocks,
@@ -148,7 +148,8 @@ class _WayPlanner:
                 key = (label, collective.key, collective.backward)
                 sizes[key] = sizes.get(key, 0) + collective.size_bytes
         largest = max(sizes.values(), default=0)
-        return replace(self._options, bucket_cap_mb=max(largest // divisor, 1) / MIB)
+        share = max(largest // divisor, 1) / MIB
+        return replace(self._options, bucket_cap_mb=_at_most(self._options.bucket_cap_mb, share))
 
     def _by_modules(self, buckets: ModuleBuckets, prefetch: int, deferral: int) -> ChooseTiming:
         def choose(units: Sequence[Unit]) -> Timing:
@@ -161,3 +162,12 @@ class _WayPlanner:
 
 def _total_ms(way: Way) -> float:
     return way.schedule.timeline.total_ms
+
+
+def _at_most(cap: BucketCap, mb: float) -> BucketCap:
+    """The user's cap, or caps by bucket index, and no more than that."""
+    if cap is None:
+        return mb
+    if callable(cap):
+        return lambda index: min(cap(index), mb)
+    return tuple(min(c, mb) for c in cap) if isinstance(cap, tuple) else min(cap, mb)

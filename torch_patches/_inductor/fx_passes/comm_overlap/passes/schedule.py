@@ -389,6 +389,8 @@ class _Scheduler:
             self._collect(units[0], place)
 
     def _collect(self, unit: Unit, place: int) -> None:
+        if unit not in self.flying:
+            return  # one that it feeds has made way for itself
         self.flying.remove(unit)
         self.in_flight -= unit.size_bytes
         self.memory.held_bytes -= unit.size_bytes
