@@ -1,10 +1,8 @@
 """Which collectives of a graph with descriptors are tagged, as what, and with which parameter.
 
-Graphs are written by hand: inputs ``w`` (a parameter, place 0), ``v`` (a parameter, place 1), ``b``
-(a buffer) and ``x`` (data), all of 8 x 8, on a group "dp" of 2 ranks.
+Graphs are those of ``torch_patches.testing.described_graph``.
 """
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +10,6 @@ import pytest
 import torch
 import torch.fx as fx
 from torch._functorch._aot_autograd import descriptors as aot
-from torch.fx._graph_pickler import GraphPickler
-from torch.fx._graph_pickler import Options as PicklerOptions
 
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
@@ -21,7 +17,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     collective_kind,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.graph_inputs import DescriptorMismatch
-from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK, tag_of
+from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import tag_of
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.tagging import (
     is_tagged,
@@ -32,55 +28,18 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     CollectiveTag,
     InputKind,
     RecordedInput,
-    RefusalReason,
     TagSource,
     Traffic,
 )
+from torch_patches.testing.described_graph import B, DescribedGraph, V, W, X
 from torch_patches.testing.graph_builder import GraphBuilder
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
-W, V = aot.ParamAOTInput("layer.w"), aot.ParamAOTInput("layer.v")
-B, X = aot.BufferAOTInput("scale"), aot.PlainAOTInput(0)
 PARAMETER = CollectiveTag(Traffic.PARAMETER, TagSource.DESCRIPTORS, "layer.w", 0, 0)
 GRADIENT = CollectiveTag(Traffic.GRADIENT, TagSource.DESCRIPTORS, "layer.w", 0, 0)
 OTHER = CollectiveTag(Traffic.OTHER, TagSource.DESCRIPTORS)
-
-
-class Sketch(GraphBuilder):
-    """A graph with descriptors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.v = self.input(W), self.input(V)
-        self.b, self.x = self.input(B), self.input(X)
-
-    def input(self, descriptor: object, *shape: int) -> fx.Node:
-        node = self.placeholder(*(shape or (8, 8)))
-        if descriptor is not None:
-            node.meta["desc"] = descriptor
-        return node
-
-    def gather(self, node: fx.Node) -> fx.Node:
-        """The wait of an all-gather."""
-        return self.wait(self.call(c10d.all_gather_into_tensor, node, 2, "dp"))
-
-    def scatter(self, node: fx.Node) -> fx.Node:
-        return self.wait(self.call(c10d.reduce_scatter_tensor, node, "avg", 2, "dp"))
-
-    def reduce(self, node: fx.Node) -> fx.Node:
-        return self.wait(self.call(c10d.all_reduce, node, "avg", "dp"))
-
-    def wait(self, node: fx.Node) -> fx.Node:
-        return self.call(c10d.wait_tensor, node)
-
-    def end(self, *outputs: tuple[fx.Node | None, object]) -> fx.GraphModule:
-        """Outputs with their descriptors."""
-        gm = self.output(*(node for node, _ in outputs))
-        (output,) = gm.graph.find_nodes(op="output")
-        output.meta["desc"] = [descriptor for _, descriptor in outputs]
-        return gm
 
 
 def gradient_of(descriptor: Any) -> aot.GradAOTOutput:
@@ -96,42 +55,42 @@ def tags_of(gm: fx.GraphModule, recorded: tuple[RecordedInput, ...] = ()) -> lis
 # -- gathers --------------------------------------------------------------------------------------
 
 
-def cast(s: Sketch) -> fx.Node:
+def cast(s: DescribedGraph) -> fx.Node:
     return s.call(aten._to_copy, s.w, dtype=torch.bfloat16)
 
 
-def padded_and_sliced(s: Sketch) -> fx.Node:
+def padded_and_sliced(s: DescribedGraph) -> fx.Node:
     padded = s.call(aten.constant_pad_nd, s.w, [0, 0, 0, 2])
     return s.call(aten.slice.Tensor, padded, 0, 0, 10)
 
 
-def first_of_a_chain(s: Sketch) -> fx.Node:
+def first_of_a_chain(s: DescribedGraph) -> fx.Node:
     return s.call(aten.view, s.gather(s.w), [8, 16])
 
 
-def quantised_data(s: Sketch) -> fx.Node:
+def quantised_data(s: DescribedGraph) -> fx.Node:
     scale = s.call(aten.div.Tensor, s.call(aten.amax, s.call(aten.abs, s.w), [1], True), 127.0)
     return s.call(aten._to_copy, s.call(aten.div.Tensor, s.w, scale), dtype=torch.int8)
 
 
-def quantised_scale(s: Sketch) -> fx.Node:
+def quantised_scale(s: DescribedGraph) -> fx.Node:
     return s.call(aten.amax, s.call(aten.abs, s.w), [1], True)
 
 
-def quantised_with_a_buffer(s: Sketch) -> fx.Node:
+def quantised_with_a_buffer(s: DescribedGraph) -> fx.Node:
     return s.call(aten._to_copy, s.call(aten.mul.Tensor, s.w, s.b), dtype=torch.int8)
 
 
-def padded_with_a_constant(s: Sketch) -> fx.Node:
+def padded_with_a_constant(s: DescribedGraph) -> fx.Node:
     zeros = s.call(aten.full, [2, 8], 0.0)
     return s.call(aten.cat, [s.w, zeros])
 
 
-def padded_in_its_own_dtype(s: Sketch) -> fx.Node:
+def padded_in_its_own_dtype(s: DescribedGraph) -> fx.Node:
     return s.call(aten.cat, [s.w, s.call(aten.new_zeros, s.w, [2, 8])])
 
 
-def copied_into_a_buffer(s: Sketch) -> fx.Node:
+def copied_into_a_buffer(s: DescribedGraph) -> fx.Node:
     return s.call(aten.copy, s.call(aten.empty_like, s.x), s.w)
 
 
@@ -150,8 +109,8 @@ def copied_into_a_buffer(s: Sketch) -> fx.Node:
         copied_into_a_buffer,
     ],
 )
-def test_gather_of_one_parameter_is_tagged(prepare: Callable[[Sketch], fx.Node]) -> None:
-    s = Sketch()
+def test_gather_of_one_parameter_is_tagged(prepare: Callable[[DescribedGraph], fx.Node]) -> None:
+    s = DescribedGraph()
     gm = s.end((s.gather(prepare(s)), aot.PlainAOTOutput(0)))
     assert set(tags_of(gm)) == {PARAMETER}
 
@@ -173,22 +132,22 @@ def test_gather_of_one_parameter_is_tagged(prepare: Callable[[Sketch], fx.Node])
     ids=["data", "buffer", "mm(w, w)", "mm(w, v)", "w + v", "w * x", "random", "constant",
          "saved activation", "tangent"],
 )  # fmt: skip
-def test_other_gathers_are_not(payload: Callable[[Sketch], fx.Node]) -> None:
-    s = Sketch()
+def test_other_gathers_are_not(payload: Callable[[DescribedGraph], fx.Node]) -> None:
+    s = DescribedGraph()
     gm = s.end((s.gather(payload(s)), aot.PlainAOTOutput(0)))
     assert tags_of(gm) == [OTHER]
 
 
 def test_reduction_of_a_parameter_is_no_gather() -> None:
     """w -> amax -> all_reduce(max): the scale of a quantised shard."""
-    s = Sketch()
+    s = DescribedGraph()
     gm = s.end((s.reduce(s.call(aten.amax, s.w)), aot.PlainAOTOutput(0)))
     assert tags_of(gm) == [OTHER]
 
 
 def test_parameter_gathered_twice_and_part_of_a_subclass() -> None:
     """Two gathers of w; v is the local part of a DTensor, whose mesh is an input of its own."""
-    s = Sketch()
+    s = DescribedGraph()
     local = s.input(aot.SubclassGetAttrAOTInput(V, "_local_tensor"))
     mesh = s.opaque_placeholder("mesh")
     mesh.meta["desc"] = aot.SubclassGetAttrAOTInput(V, "device_mesh")
@@ -203,7 +162,7 @@ def test_parameter_gathered_twice_and_part_of_a_subclass() -> None:
 
 @pytest.mark.parametrize("base", [aot.ViewBaseAOTInput, aot.SyntheticBaseAOTInput])
 def test_base_of_a_parameter_is_the_parameter(base: Callable[[Any], object]) -> None:
-    s = Sketch()
+    s = DescribedGraph()
     assert tags_of(s.end((s.gather(s.input(base(W))), aot.PlainAOTOutput(0)))) == [PARAMETER]
 
 
@@ -240,14 +199,14 @@ def _(values: torch.Tensor, calls: torch.Tensor) -> torch.Tensor:
     ids=["own scale", "buffer scale", "data scale", "another parameter", "mutating"],
 )
 def test_somebodys_quantisation(payload: Any, expected: CollectiveTag) -> None:
-    s = Sketch()
+    s = DescribedGraph()
     gathered = s.gather(payload(s, torch.ops.test_tagging.quantise))
     assert tags_of(s.end((gathered, aot.PlainAOTOutput(0)))) == [expected]
 
 
 def test_chain_behind_the_wait_is_tagged_alike() -> None:
     """w -> all_gather -> wait -> cast -> view -> mm: up to the mm."""
-    s = Sketch()
+    s = DescribedGraph()
     wait = s.gather(s.w)
     view = s.call(aten.view, s.call(aten._to_copy, wait, dtype=torch.float64), [8, 16])
     gm = s.end((s.call(aten.mm, s.x, view), aot.PlainAOTOutput(0)))
@@ -261,7 +220,7 @@ def test_chain_behind_the_wait_is_tagged_alike() -> None:
     ]
 
 
-def straight_through_clamp(s: Sketch, wait: fx.Node) -> fx.Node:
+def straight_through_clamp(s: DescribedGraph, wait: fx.Node) -> fx.Node:
     """The gradient where the parameter is positive, elsewhere its decay."""
     shard = s.input(W, 4, 8)
     return s.call(aten.where.self, s.call(aten.gt.Scalar, shard, 0), wait, shard)
@@ -294,9 +253,9 @@ def straight_through_clamp(s: Sketch, wait: fx.Node) -> fx.Node:
     ],
 )
 def test_reduction_that_ends_in_a_gradient_is_tagged(
-    finish: Callable[[Sketch, fx.Node], fx.Node],
+    finish: Callable[[DescribedGraph, fx.Node], fx.Node],
 ) -> None:
-    s = Sketch()
+    s = DescribedGraph()
     gm = s.end((finish(s, s.scatter(s.x)), gradient_of(W)))
     assert set(tags_of(gm)) == {GRADIENT}
 
@@ -318,28 +277,28 @@ def test_reduction_that_ends_in_a_gradient_is_tagged(
     ids=["model output", "data's gradient", "buffer's gradient", "also an output", "also its norm",
          "times an activation", "multiplied", "summed"],
 )  # fmt: skip
-def test_other_reductions_are_not(outputs: Callable[[Sketch, fx.Node], Any]) -> None:
-    s = Sketch()
+def test_other_reductions_are_not(outputs: Callable[[DescribedGraph, fx.Node], Any]) -> None:
+    s = DescribedGraph()
     gm = s.end(*outputs(s, s.scatter(s.x)))
     assert tags_of(gm) == [OTHER]
 
 
 def test_ddp_all_reduce_and_tied_gradients() -> None:
     """all_reduce(g1) + all_reduce(g2) -> the gradient of w."""
-    s = Sketch()
+    s = DescribedGraph()
     total = s.call(aten.add.Tensor, s.reduce(s.x), s.reduce(s.x))
     assert tags_of(s.end((total, gradient_of(W)))) == [GRADIENT, GRADIENT]
 
 
 def test_gradient_of_a_part_of_a_subclass() -> None:
-    s = Sketch()
+    s = DescribedGraph()
     descriptor = aot.SubclassGetAttrAOTOutput(gradient_of(W), "_local_tensor")
     assert tags_of(s.end((s.scatter(s.x), descriptor))) == [GRADIENT]
 
 
 def test_chain_behind_a_reduction_is_tagged_alike() -> None:
     """reduce_scatter -> wait -> cast -> view -> the gradient of w."""
-    s = Sketch()
+    s = DescribedGraph()
     cast = s.call(aten._to_copy, s.scatter(s.x), dtype=torch.float64)
     gm = s.end((s.call(aten.view, cast, [32]), gradient_of(W)))
     tag_graph(gm.graph)
@@ -349,6 +308,17 @@ def test_chain_behind_a_reduction_is_tagged_alike() -> None:
         c10d.wait_tensor.default,
         aten._to_copy.default,
         aten.view.default,
+    ]
+
+
+def test_gradient_of_a_parameter_that_is_no_input_has_its_place() -> None:
+    """A backward of its own returns gradients of parameters that it does not read."""
+    s = DescribedGraph()
+    away = aot.ParamAOTInput("away.w")
+    gm = s.end((s.scatter(s.x), gradient_of(away)), (s.scatter(s.x), gradient_of(V)))
+    assert [(t.parameter, t.index, t.place) for t in tags_of(gm)] == [
+        ("away.w", 2, 2),
+        ("layer.v", 1, 1),
     ]
 
 
@@ -365,7 +335,7 @@ def nested(gm: fx.GraphModule, descriptors: list[object]) -> fx.GraphModule:
 
 
 def test_nested_outputs_are_paired_with_flat_descriptors() -> None:
-    s = Sketch()
+    s = DescribedGraph()
     gm = s.end((s.x, None), (s.scatter(s.x), None))
     nested(gm, [aot.PlainAOTOutput(0), gradient_of(W), gradient_of(V)])
     assert tags_of(gm) == [GRADIENT]
@@ -374,7 +344,7 @@ def test_nested_outputs_are_paired_with_flat_descriptors() -> None:
 def test_descriptors_of_another_number_raise_and_tag_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    s = Sketch()
+    s = DescribedGraph()
     gm = nested(s.end((s.x, None), (s.scatter(s.x), None)), [aot.PlainAOTOutput(0), None])
     with pytest.raises(DescriptorMismatch, match="3 outputs and 2 output descriptors"):
         tag_graph(gm.graph)
@@ -391,7 +361,7 @@ def test_descriptors_of_another_number_raise_and_tag_nothing(
 
 def plain_graph() -> fx.GraphModule:
     """What torch.compile gives: inputs by index only; 1 is gathered, 0 is data and gathered too."""
-    b = Sketch()
+    b = DescribedGraph()
     data, weight = b.input(aot.PlainAOTInput(0)), b.input(aot.PlainAOTInput(1))
     for unused in (b.w, b.v, b.b, b.x):
         unused.meta["desc"] = aot.PlainAOTInput(5)
@@ -435,41 +405,10 @@ def test_plain_tensors_that_are_trained_are_left_to_structure() -> None:
     assert tags_of(plain_graph(), recorded) == tags_of(plain_graph())
 
 
-def test_inner_graph_of_a_compile_is_left_alone() -> None:
-    """No descriptors, but Dynamo told of the outer graph."""
-    gm = three_gathers()
-    for node in gm.graph.nodes:
-        node.meta.pop("desc", None)
-    recorded = (RecordedInput(InputKind.PARAMETER, "w", 0),)
-    report = pipeline.run_post_grad(gm.graph, Options("topo_span"), recorded)
-    assert report is not None and report.buckets == ()
-    assert {refusal.reason for refusal in report.refusals} == {RefusalReason.NOT_TAGGED}
-    assert report.told_by == {"untold": 3}
-
-
-def test_payload_order_ignores_registration() -> None:
-    """Registration comes from a rank's own objects; the graph is the same on all ranks."""
-    orders = []
-    for indices in ((0, 1), (1, 0)):
-        gm = three_gathers()
-        names = [n for n in gm.graph.nodes if n.meta.get("desc") in (W, V)]
-        for place, node in enumerate(names):
-            node.meta["desc"] = aot.PlainAOTInput(place)
-        recorded = tuple(RecordedInput(InputKind.PARAMETER, f"p{i}", i) for i in indices)
-        tag_graph(gm.graph, recorded)
-        report = pipeline.optimize_graph(gm, Options("topo_span", bucket_mode="coalesced"))
-        assert len(report.buckets) == 1
-        (merged,) = gm.graph.find_nodes(
-            op="call_function", target=c10d.all_gather_into_tensor_coalesced.default
-        )
-        orders.append([node.name for node in merged.args[0]])
-    assert orders[0] == orders[1]
-
-
 @pytest.mark.parametrize("in_backward", [True, False])
 def test_gradient_returned_as_an_ordinary_output(in_backward: bool) -> None:
     """A step that calls autograd inside returns gradients, and activations, like anything else."""
-    s = Sketch()
+    s = DescribedGraph()
     wait = s.scatter(s.x)
     if in_backward:
         wait.meta["autograd_backward"] = True
@@ -479,7 +418,7 @@ def test_gradient_returned_as_an_ordinary_output(in_backward: bool) -> None:
 
 
 def test_reduction_to_an_output_of_a_function_of_plain_tensors() -> None:
-    s = Sketch()
+    s = DescribedGraph()
     for node in (s.w, s.v, s.b, s.x):
         node.meta["desc"] = aot.PlainAOTInput(3)
     gm = s.end((s.scatter(s.x), aot.PlainAOTOutput(0)))
@@ -487,7 +426,7 @@ def test_reduction_to_an_output_of_a_function_of_plain_tensors() -> None:
 
 
 def test_without_records_no_arithmetic_is_taken_for_a_quantisation() -> None:
-    s = Sketch()
+    s = DescribedGraph()
     for node in (s.w, s.v, s.b, s.x):
         node.meta["desc"] = aot.PlainAOTInput(3)
     gm = s.end((s.gather(s.call(aten.relu, s.w)), aot.PlainAOTOutput(0)))
@@ -499,73 +438,3 @@ def test_graph_without_descriptors_has_no_tags() -> None:
     gm = b.output(b.gather_and_wait(b.placeholder(4, 8), 2, "dp"))
     assert plan_tags(gm.graph) == {}
     assert [c.traffic for c in collect(gm.graph).collectives] == [Traffic.PARAMETER]
-
-
-# -- what tags are used for -----------------------------------------------------------------------
-
-
-def three_gathers() -> fx.GraphModule:
-    """Gathers of w and v, and of what looks like a parameter and is a saved activation."""
-    s = Sketch()
-    saved = s.input(None)
-    return s.end(*((s.gather(n), aot.PlainAOTOutput(0)) for n in (s.v, saved, s.w)))
-
-
-def test_saved_activation_is_left_alone_and_payload_follows_registration() -> None:
-    gm = three_gathers()
-    report = pipeline.optimize_graph(gm, Options("topo_span", bucket_mode="coalesced"))
-    (bucket,) = report.buckets
-    assert len(bucket.members) == 2
-    assert [r.reason for r in report.refusals] == [RefusalReason.NOT_PARAMETER_TRAFFIC]
-    assert report.told_by == {"descriptors": 3}
-    (merged,) = gm.graph.find_nodes(
-        op="call_function", target=c10d.all_gather_into_tensor_coalesced.default
-    )
-    assert [node.meta["desc"] for node in merged.args[0]] == [W, V]
-    assert tag_of(merged) == CollectiveTag(Traffic.PARAMETER, TagSource.DESCRIPTORS)
-
-
-def test_without_tags_structure_takes_it_for_a_parameter() -> None:
-    gm = three_gathers()
-    for node in gm.graph.nodes:
-        node.meta.pop("desc", None)
-    report = pipeline.optimize_graph(gm, Options("topo_span"))
-    assert [len(bucket.members) for bucket in report.buckets] == [3]
-    assert report.told_by == {"structure": 3}
-
-
-def test_collective_that_appeared_after_the_tags_is_left_alone() -> None:
-    gm = three_gathers()
-    tag_graph(gm.graph)
-    late = gm.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default)[0]
-    del late.meta[TAG_MARK]
-    report = pipeline.optimize_graph(gm, Options("topo_span"))
-    assert report.buckets == ()
-    reasons = {refusal.members: refusal.reason for refusal in report.refusals}
-    assert reasons[(late.name,)] is RefusalReason.NOT_TAGGED
-
-
-def pickled(gm: fx.GraphModule, fake_mode: Any) -> fx.GraphModule:
-    """There and back, with collectives allowed, as AOTAutograd's cache has it."""
-    return GraphPickler.loads(GraphPickler.dumps(gm, PicklerOptions(ops_filter=None)), fake_mode)
-
-
-def test_tags_survive_copies() -> None:
-    gm = three_gathers()
-    tag_graph(gm.graph)
-    expected = [tag_of(node) for node in gm.graph.nodes]
-    assert PARAMETER in expected
-    fake_mode = next(iter(gm.graph.nodes)).meta["val"].fake_mode
-    for copied in (copy.deepcopy(gm), pickled(gm, fake_mode)):
-        assert [tag_of(node) for node in copied.graph.nodes] == expected
-
-
-def test_names_of_nodes_do_not_matter_and_twice_is_once() -> None:
-    gm, renamed = three_gathers(), three_gathers()
-    for number, node in enumerate(renamed.graph.nodes):
-        node._rename(f"n{number}")
-    assert tags_of(gm) == tags_of(renamed)
-    tag_graph(gm.graph)
-    before = [tag_of(node) for node in gm.graph.nodes]
-    tag_graph(gm.graph)
-    assert [tag_of(node) for node in gm.graph.nodes] == before

@@ -73,16 +73,18 @@ def read_facts(graph: fx.Graph, recorded: Sequence[RecordedInput] = ()) -> Facts
     described = {n: d for n in placeholders if isinstance(d := n.meta.get("desc"), aot.AOTInput)}
     if not described:
         return None
-    reader = _Reader(recorded, described.values())
-    # Beside described inputs, one without a descriptor is what the forward saved.
-    saved = Fact(InputKind.OTHER, reader.source)
-    inputs = {n: reader.fact(described[n]) if n in described else saved for n in placeholders}
     outputs, output_descriptors = _paired_outputs(graph)
-    gradients = {
-        place: reader.fact(base.grad_of)
+    trained = {
+        place: base.grad_of
         for place, base in enumerate(map(_base, output_descriptors))
         if isinstance(base, aot.GradAOTOutput)
     }
+    # A partitioned graph may return the gradient of a parameter that is not among its inputs.
+    reader = _Reader(recorded, [*described.values(), *trained.values()])
+    # Beside described inputs, one without a descriptor is what the forward saved.
+    saved = Fact(InputKind.OTHER, reader.source)
+    inputs = {n: reader.fact(described[n]) if n in described else saved for n in placeholders}
+    gradients = {place: reader.fact(of) for place, of in trained.items()}
     if not gradients:
         gradients = _unnamed_gradients(outputs, reader.source)
     return Facts(inputs, gradients, outputs, reader.source)
@@ -106,13 +108,22 @@ def _base(descriptor: Any) -> Any:
     return descriptor
 
 
+def _named_input(descriptor: Any) -> Any:
+    """The input that a descriptor tells of: one tensor can stand for several that are views of it,
+    and one of them is named."""
+    base = _base(descriptor)
+    while isinstance(base, (aot.ViewBaseAOTInput, aot.SyntheticBaseAOTInput)):
+        base = _base(base.base_of)
+    return base
+
+
 class _Reader:
     """Turns input descriptors into facts."""
 
-    def __init__(self, recorded: Sequence[RecordedInput], given: Any) -> None:
+    def __init__(self, recorded: Sequence[RecordedInput], given: Sequence[Any]) -> None:
         self._recorded = recorded
         self._places: dict[str, int] = {}
-        bases = [_base(descriptor) for descriptor in given]
+        bases = [_named_input(descriptor) for descriptor in given]
         for base in bases:
             if isinstance(base, aot.ParamAOTInput):
                 self._places.setdefault(base.target, len(self._places))
@@ -125,14 +136,11 @@ class _Reader:
             self.source = TagSource.STRUCTURE if unknown or not recorded else TagSource.DYNAMO
 
     def fact(self, descriptor: Any) -> Fact:
-        base = _base(descriptor)
-        if isinstance(base, (aot.ViewBaseAOTInput, aot.SyntheticBaseAOTInput)):
-            # One tensor stands for several inputs that are views of it; one of them is named.
-            base = _base(base.base_of)
+        base = _named_input(descriptor)
         if isinstance(base, aot.ParamAOTInput):
-            place = self._places.setdefault(base.target, len(self._places))
-            index = self._registered.get(base.target)
-            return Fact(InputKind.PARAMETER, TagSource.DESCRIPTORS, base.target, index, place)
+            name = base.target
+            index, place = self._registered[name], self._places[name]
+            return Fact(InputKind.PARAMETER, TagSource.DESCRIPTORS, name, index, place)
         if isinstance(base, aot.BufferAOTInput):
             return Fact(InputKind.BUFFER, TagSource.DESCRIPTORS, base.target)
         if not isinstance(base, aot.PlainAOTInput):
