@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.check import FenceError
+from torch_patches._inductor.fx_passes.comm_overlap.passes import schedule
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import ModulePlanError
 from torch_patches.testing.effect_ops import barrier
 from torch_patches.testing.module_graphs import (
@@ -27,7 +29,7 @@ from torch_patches.testing.module_graphs import (
 )
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
-aten = torch.ops.aten
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 PREFETCH = {
     0: ["AG layers.0", "W AG layers.0", "mm layers.0 x2",
@@ -174,6 +176,47 @@ def test_a_side_effect_is_not_crossed() -> None:
     fence = nodes.index(barrier)
     gathers = [i for i, target in enumerate(nodes) if "all_gather_into_tensor_coal" in str(target)]
     assert [place > fence for place in gathers] == [False, True]
+
+
+def around_a_barrier() -> fx.GraphModule:
+    """layers.1 is gathered in front of a barrier and used behind it."""
+    b = ModuleGraph()
+    h = b.placeholder(SIZE, SIZE)
+    with b.inside("layers.0"):
+        h = b.layer(h)
+    with b.inside("layers.1"):
+        starts = [b.call(c10d.all_gather_into_tensor, b.shard(), 2, "dp") for _ in range(2)]
+    b.call(barrier, h)
+    with b.inside("layers.1"):
+        for start in starts:
+            h = b.call(aten.mm, h, b.call(c10d.wait_tensor, start))
+    with b.inside("layers.2"):
+        h = b.layer(h)
+    return b.output(h)
+
+
+#: layers.2 is wanted first and must stay behind the barrier; layers.1 is wanted where it is used
+#: and must stay in front of it.
+AGAINST_IT = {"module_prefetch_depth": 0, "module_overlap_with": (("layers.2", "layers.0"),)}
+
+
+def test_what_is_wanted_first_keeps_no_gather_behind_a_side_effect() -> None:
+    gm, report = optimized(around_a_barrier(), **AGAINST_IT)
+    nodes = [n.target for n in gm.graph.nodes]
+    fence = nodes.index(barrier)
+    gathers = [i for i, target in enumerate(nodes) if "all_gather_into_tensor_coal" in str(target)]
+    assert [place > fence for place in gathers] == [False, False, True]
+    assert report.way == "as asked"
+
+
+def test_a_schedule_that_crosses_a_side_effect_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue that knows no side effects: layers.1 would start behind the barrier."""
+    in_order = schedule._Scheduler._queue_place
+    monkeypatch.setattr(
+        schedule._Scheduler, "_queue_place", lambda self, unit: in_order(self, unit)[1:]
+    )
+    with pytest.raises(FenceError):
+        optimized(around_a_barrier(), **AGAINST_IT)
 
 
 def test_what_no_entry_covers_starts_where_it_stands() -> None:

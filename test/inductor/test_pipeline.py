@@ -132,6 +132,7 @@ STAGES = {
     "contract": (pipeline, "contract"),
     "check": (pipeline, "check_plan"),
     "apply": (pipeline, "apply_plan"),
+    "side effects": (pipeline, "check_fences"),
     "apply half way": (rewrite, "smallest_order"),
 }
 

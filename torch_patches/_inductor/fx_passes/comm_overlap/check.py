@@ -1,7 +1,8 @@
 """Is a plan legal?  Every bucket is checked, then all of them together, on a fresh contraction.
 
 A plan that fails is reduced, never asserted on: the buckets that break a rule are given up, each
-with a refusal, and the rest is applied.
+with a refusal, and the rest is applied.  What was applied is checked again for side effects, since a
+start or wait on the wrong side of a barrier can hang the job.
 """
 
 from __future__ import annotations
@@ -12,14 +13,42 @@ from dataclasses import replace
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Bucket,
+    Collective,
     MergeForm,
     Plan,
     Refusal,
     RefusalReason,
     Skeleton,
 )
+
+
+class FenceError(RuntimeError):
+    """A start or wait has crossed a side effect.  Nothing may plan that, so this is a bug."""
+
+
+def check_fences(before: Skeleton, after: Skeleton, plan: Plan) -> None:
+    """What an applied plan has not moved over a side effect; linear in collectives.
+
+    Args:
+        before, after: of the graph that ``plan`` has changed.
+
+    Raises:
+        FenceError: a start or a first wait stands on another side of one than it did.
+    """
+    merged_into = {member.start: i for i, b in enumerate(plan.buckets) for member in b.members}
+    expected = {merged_into.get(c.start, c.start): _between(c) for c in before.collectives}
+    for collective in after.collectives:
+        start = collective.start
+        known = start if start in expected else start.meta.get(BUCKET_MARK, {}).get("bucket")
+        if expected.get(known) != _between(collective):
+            raise FenceError(f"{start} or its wait has crossed a side effect")
+
+
+def _between(collective: Collective) -> tuple[int, int | None]:
+    return collective.segment, collective.wait_segment
 
 
 def check_plan(skeleton: Skeleton, contracted: AugmentedGraph[fx.Node], plan: Plan) -> Plan:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
-from torch_patches._inductor.fx_passes.comm_overlap.check import check_plan
+from torch_patches._inductor.fx_passes.comm_overlap.check import check_fences, check_plan
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Timeline
 from torch_patches._inductor.fx_passes.comm_overlap.forecast import (
@@ -100,6 +100,7 @@ def overlap(
 
     Raises:
         ModulePlanError, ModuleStackError: the user's plan, or reading of modules, is no good.
+        FenceError: a bug; the graph is half changed.
     """
     labels = label_collectives(skeleton, options) if options.reads_modules else None
     return replace(_overlap(graph, skeleton, options, model, labels), labels=labels)
@@ -131,6 +132,7 @@ def _overlap(
         apply_plan(graph, before.skeleton, way.plan, run_eagerly=eager)
         graph.lint()
         after = forecast(graph, collect(graph), model, eager=eager)
+        check_fences(before.skeleton, after.skeleton, way.plan)
         problem = _problem(before, after, caps) or _lost(way, after)
         if problem is None:
             plan = replace(way.plan, operations=operations)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.fx as fx
 
-from torch_patches._inductor.fx_passes.comm_overlap.check import check_plan
+from torch_patches._inductor.fx_passes.comm_overlap.check import check_fences, check_plan
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.calibration import CalibrationError
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import (
     EstimationError,
@@ -289,6 +289,7 @@ def _bucket(
         apply_plan(graph, skeleton, plan, run_eagerly=eager)
         graph.lint()
     after = collect(graph)
+    check_fences(skeleton, after, plan)
     if model is None or was is None:
         return _Change(before, plan, after)
     now = forecast(graph, after, model, eager=eager)

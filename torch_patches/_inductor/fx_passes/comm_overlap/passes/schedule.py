@@ -19,6 +19,7 @@ placed as one (:class:`~.units.Unit`).  Linear in the graph, times the slots tha
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -117,6 +118,7 @@ class _Scheduler:
         self.memory = Occupancy(track)
         self.in_flight = 0
         self.segment = 0  # side effects that were passed
+        self.fence_places = sorted(track.place[fence] for fence in track.fences)
         self.unit_of = {member.index: unit for unit in units for member in unit.members}
         gathers = sorted((u for u in units if u.gathers), key=self._queue_place)
         self.latest = {} if timing is not None else latest_starts(track, gathers, units)
@@ -135,10 +137,11 @@ class _Scheduler:
                 self.fed.setdefault(feeder, []).append(unit)
         self.late_waits: dict[int, list[Collective]] = {}  # place -> others waited for there
 
-    def _queue_place(self, unit: Unit) -> tuple[int, int, int, int]:
-        """In order of use, or as a timing has them."""
+    def _queue_place(self, unit: Unit) -> tuple[int, ...]:
+        """In order of use, or as a timing has them; between the side effects that none may pass."""
+        segment = bisect_left(self.fence_places, unit.latest)
         wanted = self.timing.starts[unit.index] if self.timing is not None else 0
-        return wanted, unit.latest, unit.use, unit.index
+        return segment, wanted, unit.latest, unit.use, unit.index
 
     def _feeders(self, unit: Unit) -> set[int]:
         """Units of reductions whose results this one reduces further."""
