@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import DEVICES
 from torch_patches._inductor.fx_passes.comm_overlap.options import (
     DEFAULT_MEMORY_INCREASE,
+    DEFAULT_MODULE_MEMORY_INCREASE,
     DEFAULT_PREFETCH,
 )
 from torch_patches.flag_checks import (
@@ -174,7 +175,8 @@ FLAGS: tuple[Flag, ...] = (
         check=or_none(check_number(0)),
         allowed="a finite number >= 0, or None for no relative cap",
         doc="The same as a share of the input's peak. Of this and max_memory_increase_gb the "
-        f"smaller counts; with both None {DEFAULT_MEMORY_INCREASE} of the peak, at least 32 MiB.",
+        f"smaller counts; with both None {DEFAULT_MEMORY_INCREASE} of the peak "
+        f"({DEFAULT_MODULE_MEMORY_INCREASE} in module modes), at least 32 MiB.",
         of_torch=True,
     ),
     Flag(

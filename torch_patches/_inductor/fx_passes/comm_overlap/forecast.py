@@ -7,7 +7,7 @@ as the saved activations of a compiled backward do, or be held by the caller.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch.fx as fx
@@ -24,8 +24,12 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.shards import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Timeline, simulate
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK
-from torch_patches._inductor.fx_passes.comm_overlap.graph.emit_copying import PART_MARK
-from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import op_name
+from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import PART_MARK
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    is_cast,
+    is_view,
+    op_name,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Skeleton
 
 
@@ -77,10 +81,30 @@ def forecast(
     # Pads and cuts of shards, which ranks with a short shard have and others have not; pads also of
     # what is gathered and no parameter.
     passed_on = {n for n in working.idle if n in shards or _is_pad(n)}
+    if not eager:
+        passed_on |= _written_into_buckets(buckets)
     held, live = live_bytes_each(graph, parameters, sizes=shards, eager=eager, idle=passed_on)
     order = tuple(graph.nodes)
     timeline = simulate(order, skeleton, model, costs)
     return Forecast(order, skeleton, model, costs, live, held, timeline)
+
+
+def _written_into_buckets(parts: Iterable[fx.Node]) -> set[fx.Node]:
+    """Casts that have no storage of their own: Inductor lets them write to their place in a buffer."""
+    found: set[fx.Node] = set()
+    for buffer in parts:
+        if op_name(buffer.target) != "cat":
+            continue
+        pending = list(buffer.all_input_nodes)
+        while pending:
+            node = pending.pop()
+            if len(node.users) != 1:
+                continue
+            if is_cast(node):
+                found.add(node)
+            elif is_view(node) or _is_pad(node):
+                pending.extend(node.all_input_nodes)
+    return found
 
 
 def _is_pad(node: fx.Node) -> bool:

@@ -28,6 +28,8 @@ MODULE_MODES = ("transformer_block", "modules")
 #: Share of the input's peak by which a schedule may raise it where no cap is given; and the bytes
 #: that it may always have then, without which small models would get nothing.
 DEFAULT_MEMORY_INCREASE, DEFAULT_MEMORY_BYTES = 0.02, 32 << 20
+#: The share where modules decide: their depths ask for a block's weights or gradients more.
+DEFAULT_MODULE_MEMORY_INCREASE = 0.1
 #: Kernels that a gather may start ahead of its use: about three layers of a transformer.
 DEFAULT_PREFETCH = 50
 
@@ -55,7 +57,8 @@ class Options:
             Inductor compiles.
         max_memory_increase_gb: GB (2**30 bytes) by which the peak may grow.
         max_memory_increase_ratio: the same as a share of the peak.  Of two given the smaller
-            counts; where neither is given, the larger of :data:`DEFAULT_MEMORY_INCREASE` and
+            counts; where neither is given, the larger of :data:`DEFAULT_MEMORY_INCREASE` (of
+            :data:`DEFAULT_MODULE_MEMORY_INCREASE` where modules decide when collectives start) and
             :data:`DEFAULT_MEMORY_BYTES` does.
         max_in_flight_gb: GB of collectives that have started and are not used or waited for yet;
             None for no bound but the peak's.

@@ -1,24 +1,45 @@
-"""Zero-copy merging: one coalesced launch over the members' own tensors."""
+"""Zero-copy merging: one coalesced launch over the members' own tensors.
+
+Casts of parameters in front of gathers are given one buffer to write to, of which the members are
+pieces.  That is no copy: Inductor lets each cast write to its place, and makes one kernel of all,
+where it launched one for each parameter before.
+
+    p -> cast -> AG                 p -> cast -> view -> cat -> split -> getitem 0 -> view -> AGs
+    q -> cast -> AG         =>      q -> cast -> view ->                 getitem 1 -> view ->
+"""
 
 from __future__ import annotations
 
+import itertools
 import operator
+from collections.abc import Sequence, Set
 
 import torch
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import (
+    PART_MARK,
     Emitter,
     Merged,
     collective_op,
+    contiguous_strides,
+    fake_view,
     mark,
     merged_arguments,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import first_argument
-from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import known_contiguous
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    first_argument,
+    is_cast,
+    is_view,
+    op_name,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import has_symbols, known_contiguous
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Bucket, Collective, CollectiveKind
 
 aten = torch.ops.aten
+
+#: Bytes at whose multiples pieces of a buffer begin, as NCCL's widest loads want.
+_ALIGNMENT = 16
 
 
 def emit_coalesced(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
@@ -32,6 +53,8 @@ def emit_coalesced(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
     starts = [member.start for member in members]
     made: list[fx.Node] = []
     payload = [_payload(emitter, member, made) for member in members]
+    if not emitter.run_eagerly:
+        payload = _cast_together(emitter, members, payload, made)
     merged = emitter.call(
         collective_op(starts[0], coalesced=True),
         merged_arguments(starts[0], payload),
@@ -73,6 +96,74 @@ def _payload(emitter: Emitter, member: Collective, made: list[fx.Node]) -> fx.No
         made.append(emitter.compute(aten.view.default, (source, [1]), member.start))
         return made[-1]
     return source
+
+
+def _cast_together(
+    emitter: Emitter, members: Sequence[Collective], payload: list[fx.Node], made: list[fx.Node]
+) -> list[fx.Node]:
+    """The payloads, with those that are casts of graph inputs as pieces of one buffer.
+
+    Which ones depends on nothing that ranks do not share: a payload has one size on all of them,
+    and pads of short shards are looked through.
+    """
+    places = [i for i, node in enumerate(payload) if _is_cast_of_input(node, emitter.ordered)]
+    if len(places) < 2 or members[0].kind is not CollectiveKind.ALL_GATHER:
+        return payload
+    starts = [members[place].start for place in places]
+    values = [payload[place].meta["val"] for place in places]
+    widths = [int(value.numel()) for value in values]
+    flat = [_flat(emitter, payload[p], start) for p, start in zip(places, starts, strict=True)]
+    buffer = emitter.compute(aten.cat.default, (flat,), starts[0])
+    offsets = [0, *itertools.accumulate(widths)]
+    pieces = [
+        fake_view(buffer.meta["val"], [width], [1], offset)
+        for width, offset in zip(widths, offsets, strict=False)
+    ]
+    split = emitter.call(aten.split_with_sizes.default, (buffer, widths), starts[0], pieces)
+    parts = [*flat, buffer, split]
+    result = list(payload)
+    for number, (place, start) in enumerate(zip(places, starts, strict=True)):
+        piece = emitter.call(operator.getitem, (split, number), start, pieces[number])
+        shape = list(values[number].shape)
+        view = fake_view(pieces[number], shape, contiguous_strides(shape))
+        result[place] = emitter.call(aten.view.default, (piece, shape), start, view)
+        parts += [piece, result[place]]
+    for node in parts:
+        node.meta[PART_MARK] = True
+    made += parts
+    return result
+
+
+def _flat(emitter: Emitter, payload: fx.Node, start: fx.Node) -> fx.Node:
+    value = payload.meta["val"]
+    if not value.is_contiguous():
+        return emitter.compute(aten.reshape.default, (payload, [-1]), start)
+    size = int(value.numel())
+    return emitter.call(aten.view.default, (payload, [size]), start, fake_view(value, [size], [1]))
+
+
+def _is_cast_of_input(payload: fx.Node, ordered: Set[fx.Node]) -> bool:
+    """Nobody else reads the cast, and no write is ordered against it."""
+    value = payload.meta["val"]
+    if has_symbols(value) or value.numel() == 0:
+        return False
+    if value.numel() * value.dtype.itemsize % _ALIGNMENT:
+        return False
+    node: object = payload
+    while isinstance(node, fx.Node) and len(node.users) == 1 and node not in ordered:
+        source = first_argument(node)
+        if is_cast(node):
+            return _is_input(source)
+        if not (is_view(node) or op_name(node.target) == "constant_pad_nd"):
+            return False
+        node = source
+    return False
+
+
+def _is_input(node: object) -> bool:
+    while isinstance(node, fx.Node) and is_view(node):
+        node = first_argument(node)
+    return isinstance(node, fx.Node) and node.op == "placeholder"
 
 
 def _renew(emitter: Emitter, wait: fx.Node) -> fx.Node:

@@ -28,6 +28,7 @@ import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import MEMBER_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import (
+    PART_MARK,
     Emitter,
     Merged,
     collective_op,
@@ -46,10 +47,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Bucket, Collective, CollectiveKind
 
 aten = torch.ops.aten
-
-#: On every node of a copying bucket: its copies, its collective, its wait and its members' results.
-#: All ranks have the same ones, whatever their shards are.
-PART_MARK = "comm_overlap_part"
 
 
 def emit_copying(emitter: Emitter, bucket: Bucket, index: int) -> Merged:

@@ -28,6 +28,10 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Bucket, Traffic
 
+#: On what a bucket is made of besides its members: copies, buffers and their pieces.  All ranks have
+#: the same ones, whatever their shards are.
+PART_MARK = "comm_overlap_part"
+
 #: Metadata that describes the donor's own value or arguments, hence not handed on.
 _OWN_METADATA = frozenset({"val", "eager_input_vals", "tensor_meta", "example_value"})
 

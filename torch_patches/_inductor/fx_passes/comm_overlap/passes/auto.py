@@ -16,6 +16,7 @@ from dataclasses import replace
 from torch_patches._inductor.fx_passes.comm_overlap.options import (
     DEFAULT_MEMORY_BYTES,
     DEFAULT_MEMORY_INCREASE,
+    DEFAULT_MODULE_MEMORY_INCREASE,
     DEFAULT_PREFETCH,
     Options,
 )
@@ -52,7 +53,9 @@ def memory_limits(options: Options, peak_bytes: int) -> Limits:
     """
     gib, ratio = options.max_memory_increase_gb, options.max_memory_increase_ratio
     if gib is None and ratio is None:
-        allowed = max(int(DEFAULT_MEMORY_INCREASE * peak_bytes), DEFAULT_MEMORY_BYTES)
+        modules = options.places_by_modules
+        share = DEFAULT_MODULE_MEMORY_INCREASE if modules else DEFAULT_MEMORY_INCREASE
+        allowed = max(int(share * peak_bytes), DEFAULT_MEMORY_BYTES)
     else:
         asked = [None if gib is None else gib * GIB, None if ratio is None else ratio * peak_bytes]
         allowed = min(int(size) for size in asked if size is not None)

@@ -369,9 +369,15 @@ class _Scheduler:
     # -- reductions ----------------------------------------------------------------------------------
 
     def _collect_done(self, place: int) -> None:
-        """Waits for reductions that ended a while ago; for the oldest where memory is short."""
+        """Waits for reductions that ended a while ago; for the oldest where memory is short.
+
+        What another reduction needs comes first, so that it is sent before compute waits for more.
+        """
         bound = self.limits.in_flight_bytes
-        for unit in self._collectable():
+        collectable = self._collectable()
+        if self.fed:
+            collectable.sort(key=lambda unit: unit.index not in self.fed)
+        for unit in collectable:
             crowded = bound is not None and self.in_flight > bound
             short = self.memory.live_bytes > self.limits.peak_bytes
             if self._is_over(unit, place) or crowded or short:
