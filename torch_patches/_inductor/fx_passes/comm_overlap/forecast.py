@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.fusion import is_joint_copy
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import (
     LiveBytes,
     live_bytes_each,
@@ -27,7 +28,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUC
 from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import PART_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     is_cast,
-    is_view,
     op_name,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Skeleton
@@ -82,28 +82,22 @@ def forecast(
     # what is gathered and no parameter.
     passed_on = {n for n in working.idle if n in shards or _is_pad(n)}
     if not eager:
-        passed_on |= _written_into_buckets(buckets)
+        passed_on |= _computed_in_buckets(buckets)
     held, live = live_bytes_each(graph, parameters, sizes=shards, eager=eager, idle=passed_on)
     order = tuple(graph.nodes)
     timeline = simulate(order, skeleton, model, costs)
     return Forecast(order, skeleton, model, costs, live, held, timeline)
 
 
-def _written_into_buckets(parts: Iterable[fx.Node]) -> set[fx.Node]:
-    """Casts that have no storage of their own: Inductor lets them write to their place in a buffer."""
+def _computed_in_buckets(parts: Iterable[fx.Node]) -> set[fx.Node]:
+    """Casts and pads that have no storage of their own: Inductor computes them where they are read."""
     found: set[fx.Node] = set()
-    for buffer in parts:
-        if op_name(buffer.target) != "cat":
-            continue
-        pending = list(buffer.all_input_nodes)
-        while pending:
-            node = pending.pop()
-            if len(node.users) != 1:
-                continue
-            if is_cast(node):
-                found.add(node)
-            elif is_view(node) or _is_pad(node):
-                pending.extend(node.all_input_nodes)
+    pending = [n for part in parts if is_joint_copy(part) for n in part.all_input_nodes]
+    while pending:
+        node = pending.pop()
+        found.add(node)
+        if not is_cast(node):
+            pending.extend(node.all_input_nodes)
     return found
 
 

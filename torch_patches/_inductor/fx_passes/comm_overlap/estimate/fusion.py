@@ -62,9 +62,15 @@ def is_fusible(node: fx.Node) -> bool:
     if op_namespace(node.target) not in ("aten", "prims"):
         return False
     assert isinstance(node.target, torch._ops.OpOverload)
-    if is_cast(node) or op_name(node.target) in _FUSIBLE_NAMES:
+    if is_cast(node) or op_name(node.target) in _FUSIBLE_NAMES or is_joint_copy(node):
         return True
     return torch.Tag.pointwise in node.target.tags
+
+
+def is_joint_copy(node: fx.Node) -> bool:
+    """A ``_foreach_copy`` of tensors over themselves, which only makes one kernel of what makes
+    them."""
+    return op_name(node.target) == "_foreach_copy" and node.args[0] == node.args[1]
 
 
 def is_kernel(node: fx.Node) -> bool:

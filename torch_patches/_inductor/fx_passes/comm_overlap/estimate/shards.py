@@ -17,6 +17,7 @@ import torch
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.fusion import is_joint_copy
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     BUCKET_MARK,
@@ -141,7 +142,7 @@ def _count_sources(payload: fx.Node, count: int, result: dict[fx.Node, int]) -> 
 
 def _is_by_element(node: fx.Node) -> bool:
     """Rearranges, casts, communicates, or computes each element from one of each input."""
-    if passes_through(node):
+    if passes_through(node) or is_joint_copy(node):
         return True
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags

@@ -1,16 +1,16 @@
 """Zero-copy merging: one coalesced launch over the members' own tensors.
 
-Casts of parameters in front of gathers are given one buffer to write to, of which the members are
-pieces.  That is no copy: Inductor lets each cast write to its place, and makes one kernel of all,
-where it launched one for each parameter before.
+Casts of parameters in front of gathers become one kernel:
 
-    p -> cast -> AG                 p -> cast -> view -> cat -> split -> getitem 0 -> view -> AGs
-    q -> cast -> AG         =>      q -> cast -> view ->                 getitem 1 -> view ->
+    p -> cast -> AG                 p -> cast -> _foreach_copy -> getitem 0 -> AGs
+    q -> cast -> AG         =>      q -> cast ->               -> getitem 1 ->
+
+Inductor computes a cast where it is read.  It makes one kernel of what ``_foreach_copy`` reads, and
+no copy, where it launched a kernel for each cast.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Sequence, Set
 
@@ -22,8 +22,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import (
     Emitter,
     Merged,
     collective_op,
-    contiguous_strides,
-    fake_view,
     mark,
     merged_arguments,
 )
@@ -37,9 +35,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import has_symbo
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Bucket, Collective, CollectiveKind
 
 aten = torch.ops.aten
-
-#: Bytes at whose multiples pieces of a buffer begin, as NCCL's widest loads want.
-_ALIGNMENT = 16
 
 
 def emit_coalesced(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
@@ -101,7 +96,7 @@ def _payload(emitter: Emitter, member: Collective, made: list[fx.Node]) -> fx.No
 def _cast_together(
     emitter: Emitter, members: Sequence[Collective], payload: list[fx.Node], made: list[fx.Node]
 ) -> list[fx.Node]:
-    """The payloads, with those that are casts of graph inputs as pieces of one buffer.
+    """The payloads, those that are casts of graph inputs as results of one node.
 
     Which ones depends on nothing that ranks do not share: a payload has one size on all of them,
     and pads of short shards are looked through.
@@ -109,45 +104,27 @@ def _cast_together(
     places = [i for i, node in enumerate(payload) if _is_cast_of_input(node, emitter.ordered)]
     if len(places) < 2 or members[0].kind is not CollectiveKind.ALL_GATHER:
         return payload
-    starts = [members[place].start for place in places]
-    values = [payload[place].meta["val"] for place in places]
-    widths = [int(value.numel()) for value in values]
-    flat = [_flat(emitter, payload[p], start) for p, start in zip(places, starts, strict=True)]
-    buffer = emitter.compute(aten.cat.default, (flat,), starts[0])
-    offsets = [0, *itertools.accumulate(widths)]
-    pieces = [
-        fake_view(buffer.meta["val"], [width], [1], offset)
-        for width, offset in zip(widths, offsets, strict=False)
-    ]
-    split = emitter.call(aten.split_with_sizes.default, (buffer, widths), starts[0], pieces)
-    parts = [*flat, buffer, split]
+    casts = [payload[place] for place in places]
+    donor = members[places[0]].start
+    # What is copied *into* only gives the layout; Inductor never computes it.
+    together = emitter.compute(aten._foreach_copy.default, (casts, casts), donor)
+    parts = [together]
     result = list(payload)
-    for number, (place, start) in enumerate(zip(places, starts, strict=True)):
-        piece = emitter.call(operator.getitem, (split, number), start, pieces[number])
-        shape = list(values[number].shape)
-        view = fake_view(pieces[number], shape, contiguous_strides(shape))
-        result[place] = emitter.call(aten.view.default, (piece, shape), start, view)
-        parts += [piece, result[place]]
+    for number, place in enumerate(places):
+        value = together.meta["val"][number]
+        arguments = (together, number)
+        result[place] = emitter.call(operator.getitem, arguments, members[place].start, value)
+        parts.append(result[place])
     for node in parts:
         node.meta[PART_MARK] = True
     made += parts
     return result
 
 
-def _flat(emitter: Emitter, payload: fx.Node, start: fx.Node) -> fx.Node:
-    value = payload.meta["val"]
-    if not value.is_contiguous():
-        return emitter.compute(aten.reshape.default, (payload, [-1]), start)
-    size = int(value.numel())
-    return emitter.call(aten.view.default, (payload, [size]), start, fake_view(value, [size], [1]))
-
-
 def _is_cast_of_input(payload: fx.Node, ordered: Set[fx.Node]) -> bool:
     """Nobody else reads the cast, and no write is ordered against it."""
     value = payload.meta["val"]
     if has_symbols(value) or value.numel() == 0:
-        return False
-    if value.numel() * value.dtype.itemsize % _ALIGNMENT:
         return False
     node: object = payload
     while isinstance(node, fx.Node) and len(node.users) == 1 and node not in ordered:
