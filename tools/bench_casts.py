@@ -61,7 +61,7 @@ def make_step(layers: int, ranks: int) -> types.FunctionType:
                 low = shard.to(torch.bfloat16)
                 weight = c10d.wait_tensor(c10d.all_gather_into_tensor(low, ranks, group))
                 x = x * weight if weight.dim() == 1 else (x @ weight.t()) @ weight
-                x = x / 16
+                x = x / x.shape[-1] ** 0.5
         return x
 
     assert isinstance(step, types.FunctionType)
@@ -120,7 +120,7 @@ def case(options: argparse.Namespace, width: int) -> list[dict[str, Any]]:
     device = torch.device("cpu" if options.cpu else f"cuda:{rank}")
     torch.manual_seed(rank)
     shards = [
-        torch.randn(shape[0] // ranks, *shape[1:], device=device, requires_grad=True)
+        (torch.randn(shape[0] // ranks, *shape[1:], device=device) / 32).requires_grad_()
         for _ in range(options.layers)
         for shape in shapes(width)
     ]
