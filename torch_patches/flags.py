@@ -176,7 +176,7 @@ FLAGS: tuple[Flag, ...] = (
         allowed="a finite number >= 0, or None for no relative cap",
         doc="The same as a share of the input's peak. Of this and max_memory_increase_gb the "
         f"smaller counts; with both None {DEFAULT_MEMORY_INCREASE} of the peak "
-        f"({DEFAULT_MODULE_MEMORY_INCREASE} in module modes), at least 32 MiB.",
+        f"({DEFAULT_MODULE_MEMORY_INCREASE} where modules decide when collectives start), at least 32 MiB.",
         of_torch=True,
     ),
     Flag(

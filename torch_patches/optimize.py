@@ -76,7 +76,8 @@ def optimize_graph(
         primary_fsdp_group_only: leave out the collectives of minority FSDP groups.
         bucket_mode: "default" (copies), "coalesced" (no copies), None (chosen by the pass).
         max_memory_increase_gb, max_memory_increase_ratio: GB (2**30 bytes), or share, by which the
-            estimated peak may grow; the smaller counts; with both None 2%, at least 32 MiB.
+            estimated peak may grow; the smaller counts; with both None 2%, or 10% where modules decide, at least
+            32 MiB.
         max_in_flight_gb: GB of collectives started and not used yet; None for no bound of its own.
         max_compute_pre_fetch: kernels between a gather's start and its first use; None for 50, and for
             no bound in the modes of modules.

@@ -12,12 +12,23 @@ import torch.fx as fx
 
 from torch_patches import _hooks
 from torch_patches._inductor.fx_passes.comm_overlap import module_names, pipeline
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import live_bytes
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import make_model
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
+from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import memory_limits
 from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import make_bucket
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_buckets import split_for_memory
-from torch_patches._inductor.fx_passes.comm_overlap.passes.module_ways import FULL_WAYS, _at_most
+from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import (
+    label_collectives,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.passes.module_ways import (
+    FULL_WAYS,
+    _at_most,
+    _WayPlanner,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.passes.movable import find_gathers
+from torch_patches._inductor.fx_passes.comm_overlap.passes.track import read_track
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     CloseReason,
     MergeForm,
@@ -178,3 +189,41 @@ def test_smaller_buckets_keep_the_users_cap() -> None:
     by_index = _at_most(lambda index: 1.0 + 7.0 * index, 4.0)
     assert callable(by_index)
     assert [by_index(0), by_index(1)] == [1.0, 4.0]
+
+
+@pytest.mark.parametrize("runs", [1, 4])
+def test_halves_are_halves_of_one_run_of_a_module(runs: int) -> None:
+    """Four weights a module, run by each of several microbatches: half of a run is two weights."""
+    b = ModuleGraph()
+    shards = [b.shard() for _ in range(4)]
+    out = []
+    for _ in range(runs):
+        h = b.placeholder(SIZE, SIZE)
+        with b.inside("layers.0"):
+            for shard in shards:
+                h = b.use(h, shard)
+        out.append(h)
+    gm = b.output(*out)
+    skeleton = collect(gm.graph)
+    options = Options("modules", module_bucket_plans=("layers.*",))
+    model = make_model()
+    track = read_track(tuple(gm.graph.nodes), skeleton, model, model.node_costs(gm.graph, skeleton),
+                       live_bytes(gm.graph))  # fmt: skip
+    limits = memory_limits(options, 1 << 40)
+    planner = _WayPlanner(track, options, limits, label_collectives(skeleton, options))
+    (way,) = planner.make("halves")
+    assert [len(bucket.members) for bucket in way.plan.buckets] == [2] * (2 * runs)
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        (Options("transformer_block"), 0.1),
+        (Options("modules", enable_overlap_scheduling=True), 0.02),
+        (Options("auto"), 0.02),
+    ],
+)
+def test_default_memory_cap(options: Options, share: float) -> None:
+    """A GiB allows more than the least of 32 MiB in one case, and just that in the others."""
+    allowed = memory_limits(options, 1 << 30).peak_bytes - (1 << 30)
+    assert allowed == max(int(share * (1 << 30)), 32 << 20)

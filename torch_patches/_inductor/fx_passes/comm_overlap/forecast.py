@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.fusion import is_joint_copy
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import (
     LiveBytes,
     live_bytes_each,
@@ -28,6 +27,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUC
 from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import PART_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     is_cast,
+    is_joint_copy,
     op_name,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Skeleton
@@ -81,8 +81,7 @@ def forecast(
     # Pads and cuts of shards, which ranks with a short shard have and others have not; pads also of
     # what is gathered and no parameter.
     passed_on = {n for n in working.idle if n in shards or _is_pad(n)}
-    if not eager:
-        passed_on |= _computed_in_buckets(buckets)
+    passed_on |= _computed_in_buckets(buckets)
     held, live = live_bytes_each(graph, parameters, sizes=shards, eager=eager, idle=passed_on)
     order = tuple(graph.nodes)
     timeline = simulate(order, skeleton, model, costs)

@@ -13,7 +13,11 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.modules import (
     clean_parameter_name,
     read_model_modules,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.options import Options
+from torch_patches._inductor.fx_passes.comm_overlap.options import (
+    DEFAULT_MEMORY_INCREASE,
+    DEFAULT_MODULE_MEMORY_INCREASE,
+    Options,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import (
     check_overlap_names,
     parse_plan,
@@ -80,6 +84,8 @@ def warn_reduced(way: str) -> None:
         "torch_patches could not place the buckets of modules as asked for, since the estimated peak "
         "would exceed its cap, or the time that of the input: %s. "
         "aten_distributed_optimizations.max_memory_increase_gb and max_memory_increase_ratio are "
-        "the cap (unset: 2%% of the input's peak, at least 32 MiB)",
+        "the cap (unset: %s of the input's peak, %s with enable_overlap_scheduling, at least 32 MiB)",
         "the graph stays as it was" if way == "input" else f"buckets are made as {way!r}",
+        DEFAULT_MODULE_MEMORY_INCREASE,
+        DEFAULT_MEMORY_INCREASE,
     )

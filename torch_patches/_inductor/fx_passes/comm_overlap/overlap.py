@@ -133,7 +133,7 @@ def _overlap(
         graph.lint()
         after = forecast(graph, collect(graph), model, eager=eager)
         check_fences(before.skeleton, after.skeleton, way.plan)
-        problem = _problem(before, after, caps) or _lost(way, after)
+        problem = _problem(before, after, caps) or _lost(way, track, after)
         if problem is None:
             plan = replace(way.plan, operations=operations)
             return Overlapped(plan, way.name, before, after)
@@ -232,13 +232,15 @@ def _problem(before: Forecast, after: Forecast, caps: _Caps) -> str | None:
     return None
 
 
-def _lost(way: Way, after: Forecast) -> str | None:
+def _lost(way: Way, track: Track, after: Forecast) -> str | None:
     """Compute that was to hide a collective and does not stand under it in the changed graph."""
     place = {node: number for number, node in enumerate(after.order)}
     made = {c.start.meta[BUCKET_MARK]["bucket"]: c for c in _made_now(after)}
     now = {c.start: c for c in after.skeleton.collectives}
     bucket_of = {m.index: i for i, b in enumerate(way.plan.buckets) for m in b.members}
-    trailing = _behind_reductions(after)
+    preparation = {n for gather in track.gathers.values() for n in gather.preparation}
+    # These move with starts and waits; and ranks with a short shard keep others of them.
+    moving = _behind_reductions(after) | preparation
     for span in way.schedule.timeline.spans:
         bucket = bucket_of.get(span.collective.index)
         collective = now.get(span.collective.start) if bucket is None else made.get(bucket)
@@ -247,7 +249,7 @@ def _lost(way: Way, after: Forecast) -> str | None:
         first = min(place[wait] for wait in collective.waits)
         for hiding in span.hidden_by:
             where = place.get(hiding.node)  # None of a copy, which has other nodes now
-            if where is None or hiding.node in trailing:
+            if where is None or hiding.node in moving:
                 continue
             if not place[collective.start] < where < first:
                 return f"{hiding.node} no longer hides {collective.start}"

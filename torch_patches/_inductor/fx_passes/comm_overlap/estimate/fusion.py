@@ -23,12 +23,14 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     does_work,
     first_argument,
     is_cast,
+    is_joint_copy,
     is_view,
     op_name,
     op_namespace,
     tensors_of,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import decision_bytes, tensor_bytes
+from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import data_inputs
 
 _FUSIBLE_NAMES = frozenset(
     {
@@ -67,12 +69,6 @@ def is_fusible(node: fx.Node) -> bool:
     return torch.Tag.pointwise in node.target.tags
 
 
-def is_joint_copy(node: fx.Node) -> bool:
-    """A ``_foreach_copy`` of tensors over themselves, which only makes one kernel of what makes
-    them."""
-    return op_name(node.target) == "_foreach_copy" and node.args[0] == node.args[1]
-
-
 def is_kernel(node: fx.Node) -> bool:
     """It computes something; views and pieces of results do not, wherever they stand."""
     return node.op == "call_function" and does_work(node) and not is_view(node)
@@ -108,7 +104,10 @@ def _source(node: fx.Node, idle: Set[fx.Node]) -> fx.Node:
     while is_view(node) or (node in idle and node.op == "call_function"):
         source = first_argument(node)
         if not isinstance(source, fx.Node):
-            break
+            data = data_inputs(node)  # of a cat with constants
+            if len(data) != 1:
+                break
+            source = data[0]
         node = source
     return node
 
@@ -119,7 +118,21 @@ def _read_bytes(node: fx.Node, source: fx.Node, idle: Set[fx.Node]) -> int:
     if op_name(node.target) in ("embedding", "index_select", "gather", "index"):
         return min(_bytes(source), _bytes(node))
     views = [n for n in node.all_input_nodes if _source(n, idle) is source]
-    return min(_bytes(source), sum(_bytes(view) for view in views))
+    read = sum(_bytes(view) for view in views)
+    # A short shard counts as what it is padded to: so much others have.
+    padded = any(_is_padded(view, source, idle) for view in views)
+    return read if padded else min(_bytes(source), read)
+
+
+def _is_padded(node: fx.Node, source: fx.Node, idle: Set[fx.Node]) -> bool:
+    while node is not source:
+        if node in idle and op_name(node.target) in ("constant_pad_nd", "cat"):
+            return True
+        above = first_argument(node)
+        if not isinstance(above, fx.Node):
+            return False
+        node = above
+    return False
 
 
 def _bytes(node: fx.Node) -> int:

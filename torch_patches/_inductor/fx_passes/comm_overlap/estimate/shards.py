@@ -17,13 +17,12 @@ import torch
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.fusion import is_joint_copy
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     BUCKET_MARK,
     MEMBER_MARK,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import tensors_of
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import is_joint_copy, tensors_of
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import decision_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import (
     data_inputs,

@@ -17,6 +17,7 @@ from collections.abc import Sequence, Set
 import torch
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.graph.casts import cast_in_front, passed_on
 from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import (
     PART_MARK,
     Emitter,
@@ -27,9 +28,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     first_argument,
-    is_cast,
-    is_view,
-    op_name,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import has_symbols, known_contiguous
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Bucket, Collective, CollectiveKind
@@ -122,24 +120,13 @@ def _cast_together(
 
 
 def _is_cast_of_input(payload: fx.Node, ordered: Set[fx.Node]) -> bool:
-    """Nobody else reads the cast, and no write is ordered against it."""
     value = payload.meta["val"]
     if has_symbols(value) or value.numel() == 0:
         return False
-    node: object = payload
-    while isinstance(node, fx.Node) and len(node.users) == 1 and node not in ordered:
-        source = first_argument(node)
-        if is_cast(node):
-            return _is_input(source)
-        if not (is_view(node) or op_name(node.target) == "constant_pad_nd"):
-            return False
-        node = source
-    return False
-
-
-def _is_input(node: object) -> bool:
-    while isinstance(node, fx.Node) and is_view(node):
-        node = first_argument(node)
+    found = cast_in_front(payload, ordered)
+    node = None if found is None else first_argument(found.cast)
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        node = passed_on(node)
     return isinstance(node, fx.Node) and node.op == "placeholder"
 
 

@@ -26,6 +26,10 @@ from collections.abc import Sequence, Set
 import torch
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.graph.casts import (
+    CastChain,
+    cast_in_front,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import MEMBER_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import (
     PART_MARK,
@@ -40,13 +44,15 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import (
 from torch_patches._inductor.fx_passes.comm_overlap.graph.links import common_scaling
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     first_argument,
-    is_cast,
     is_view,
+    op_name,
     wait_source,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import makes_constant
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Bucket, Collective, CollectiveKind
 
 aten = torch.ops.aten
+_to_copy = aten._to_copy.default
 
 
 def emit_copying(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
@@ -54,8 +60,8 @@ def emit_copying(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
     members = [bucket.members[i] for i in bucket.payload_order]
     made = _Recorder(emitter)
     donor = bucket.members[0].start
-    absorbed = _absorbable_casts(members, emitter.ordered)
-    buffer = _copy_in(made, members, absorbed, donor, bucket)
+    casts = _absorbable_casts(members, emitter.ordered)
+    buffer = _copy_in(made, members, casts, donor, bucket)
     start = _launch(made, members[0].start, buffer, donor, bucket)
     mark(start, index, bucket)
     start_nodes = made.take()
@@ -72,7 +78,9 @@ def emit_copying(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
     replaced = _replace(emitter, members, outputs, start, wait)
     for scaling in scalings:
         scaling.replace_all_uses_with(_source_of(scaling))
-    emitter.erase([*absorbed, *scalings])
+    for chain in casts or ():
+        _erase_unread(emitter, chain)
+    emitter.erase(scalings)
     return Merged(start, start_nodes, replaced, wait_nodes)
 
 
@@ -89,6 +97,16 @@ class _Recorder:
 
     def compute(self, *args: object, **kwargs: object) -> fx.Node:
         return self._record(self._emitter.compute(*args, **kwargs))  # type: ignore[arg-type]
+
+    def own(self, *args: object) -> fx.Node:
+        """A node that only ranks with such a shard have."""
+        self._made.append(self._emitter.compute(*args))  # type: ignore[arg-type]
+        return self._made[-1]
+
+    def own_call(self, *args: object) -> fx.Node:
+        """The same, with its value."""
+        self._made.append(self._emitter.call(*args))  # type: ignore[arg-type]
+        return self._made[-1]
 
     def _record(self, node: fx.Node) -> fx.Node:
         node.meta[PART_MARK] = True
@@ -114,7 +132,9 @@ def _source(member: Collective) -> fx.Node:
     return _source_of(member.start)
 
 
-def _absorbable_casts(members: Sequence[Collective], ordered: Set[fx.Node]) -> list[fx.Node]:
+def _absorbable_casts(
+    members: Sequence[Collective], ordered: Set[fx.Node]
+) -> list[CastChain] | None:
     """Casts in front of gathers that one cast of the whole buffer can replace.
 
     Only if nobody else reads them, and all members have one of the same kind from the same dtype:
@@ -122,16 +142,15 @@ def _absorbable_casts(members: Sequence[Collective], ordered: Set[fx.Node]) -> l
     ordered against a write of what it reads stays where it is.
     """
     if members[0].kind is not CollectiveKind.ALL_GATHER:
-        return []
-    casts = [_source(member) for member in members]
-    if not all(is_cast(c) and len(c.users) == 1 and _is_plain_cast(c) for c in casts):
-        return []
-    if any(c in ordered for c in casts):
-        return []
+        return None
+    chains = [chain for m in members if (chain := cast_in_front(_source(m), ordered)) is not None]
+    casts = [chain.cast for chain in chains]
+    if len(casts) < len(members) or not all(map(_is_plain_cast, casts)):
+        return None
     sources = [first_argument(c) for c in casts]
     dtypes = {s.meta["val"].dtype for s in sources if isinstance(s, fx.Node)}
     targets = {(c.target, str(c.args[1:]), str(c.kwargs)) for c in casts}
-    return casts if len(dtypes) == 1 and len(targets) == 1 else []
+    return chains if len(dtypes) == 1 and len(targets) == 1 else None
 
 
 def _is_plain_cast(cast: fx.Node) -> bool:
@@ -180,31 +199,72 @@ def _scaled(made: _Recorder, wait: fx.Node, scalings: Sequence[fx.Node]) -> fx.N
 def _copy_in(
     made: _Recorder,
     members: Sequence[Collective],
-    absorbed: Sequence[fx.Node],
+    casts: Sequence[CastChain] | None,
     donor: fx.Node,
     bucket: Bucket,
 ) -> fx.Node:
     """All payloads in one flat buffer: views and a single ``cat``."""
-    parts = [_flat_part(made, member, bool(absorbed), bucket) for member in members]
+    chains: Sequence[CastChain | None] = casts or [None] * len(members)
+    parts = [_flat_part(made, m, chain, bucket) for m, chain in zip(members, chains, strict=True)]
     rows = bucket.key.kind is CollectiveKind.REDUCE_SCATTER
     buffer = made.compute(aten.cat.default, (parts, 1 if rows else 0), donor)
     buffer = made.view(buffer, [buffer.meta["val"].numel()], donor)
-    if absorbed:
-        cast = absorbed[0]
+    if casts:
+        cast = casts[0].cast
         buffer = made.compute(
             cast.target, (buffer, *cast.args[1:]), donor, kwargs=dict(cast.kwargs)
         )
     return buffer
 
 
-def _flat_part(made: _Recorder, member: Collective, absorb: bool, bucket: Bucket) -> fx.Node:
-    source = _source(member)
-    if absorb:
-        source = source.args[0]  # type: ignore[assignment]
+def _flat_part(
+    made: _Recorder, member: Collective, chain: CastChain | None, bucket: Bucket
+) -> fx.Node:
+    source = _source(member) if chain is None else _before_cast(made, chain)
     numel = source.meta["val"].numel()
     if bucket.key.kind is CollectiveKind.REDUCE_SCATTER:
         return made.view(source, [_group_size(bucket), numel // _group_size(bucket)], member.start)
     return made.view(source, [numel], member.start)
+
+
+def _before_cast(made: _Recorder, chain: CastChain) -> fx.Node:
+    """The payload as it would be without the cast: its views and pads over what is cast."""
+    before, uncast = chain.cast, _source_of(chain.cast)
+    source = uncast
+    for node in chain.behind:
+        first, *rest = node.args
+        over: object = source
+        if op_name(node.target) == "cat":
+            over = [
+                source if part is before else _recast(made, part, uncast, node)
+                for part in _nodes(first)
+            ]
+        source = made.own(node.target, (over, *rest), node, dict(node.kwargs))
+        before = node
+    return source
+
+
+def _erase_unread(emitter: Emitter, chain: CastChain) -> None:
+    """The chain and the constants that it was padded with, but for what others read."""
+    constants = [n for node in chain.behind for n in node.all_input_nodes if makes_constant(n)]
+    for node in (*reversed(chain.behind), *constants, chain.cast):
+        if not node.users:
+            emitter.erase([node])
+
+
+def _nodes(argument: object) -> list[fx.Node]:
+    assert isinstance(argument, (list, tuple))
+    return [node for node in argument if isinstance(node, fx.Node)]
+
+
+def _recast(made: _Recorder, constant: fx.Node, like: fx.Node, donor: fx.Node) -> fx.Node:
+    """A constant in the dtype of ``like``."""
+    dtype = {"dtype": like.meta["val"].dtype}
+    if not makes_constant(constant):
+        return made.own(_to_copy, (constant,), donor, dtype)
+    arguments = fx.node.map_arg(constant.args, lambda _: like)
+    value = constant.meta["val"].to(like.meta["val"].dtype)
+    return made.own_call(constant.target, arguments, donor, value, {**constant.kwargs, **dtype})
 
 
 def _group_size(bucket: Bucket) -> int:

@@ -120,6 +120,17 @@ def is_cast(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and _traits(node.target).is_cast
 
 
+def is_joint_copy(node: fx.Node) -> bool:
+    """A ``_foreach_copy`` of tensors over themselves, which only makes one kernel of what makes
+    them.  One of pieces of a buffer copies them out."""
+    if op_name(node.target) != "_foreach_copy" or len(node.args) < 2:
+        return False
+    into, sources = node.args[:2]
+    if into != sources or not isinstance(sources, (list, tuple)):
+        return False
+    return not any(isinstance(s, fx.Node) and s.target is operator.getitem for s in sources)
+
+
 def is_full_slice(node: fx.Node) -> bool:
     """A slice that keeps its whole input, judged without adding a guard."""
     if not (isinstance(node.target, torch._ops.OpOverload) and _traits(node.target).is_slice):

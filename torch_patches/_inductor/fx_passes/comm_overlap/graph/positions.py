@@ -21,6 +21,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     does_work,
     first_argument,
     is_cast,
+    is_joint_copy,
     is_view,
     op_name,
     op_namespace,
@@ -56,7 +57,7 @@ def _rearranges_shards(node: fx.Node) -> bool:
 def _around_collectives(graph: fx.Graph) -> set[fx.Node]:
     """Rearrangements, views and casts that lead from a collective or to one with nothing else in
     between; linear."""
-    passing = [n for n in graph.nodes if is_view(n) or is_cast(n) or _rearranges_shards(n)]
+    passing = [n for n in graph.nodes if _passes(n)]
     behind: set[fx.Node] = set()
     for node in passing:
         if any(n in behind or _communicates(n) for n in node.all_input_nodes):
@@ -67,6 +68,10 @@ def _around_collectives(graph: fx.Graph) -> set[fx.Node]:
         if not node.users or any(n in in_front or _communicates(n) for n in node.users):
             in_front.add(node)
     return behind | in_front
+
+
+def _passes(node: fx.Node) -> bool:
+    return is_view(node) or is_cast(node) or is_joint_copy(node) or _rearranges_shards(node)
 
 
 def _communicates(node: fx.Node) -> bool:

@@ -26,6 +26,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.block_timing import (
 from torch_patches._inductor.fx_passes.comm_overlap.passes.linear import LinearMerger
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_buckets import (
     ModuleBuckets,
+    find_visits,
     plan_module_buckets,
     split_for_memory,
 )
@@ -87,8 +88,10 @@ def next_module_way(
         lowered = [tries.lowered_bytes[n] for n in names if n in tries.lowered_bytes]
         own = replace(limits, peak_bytes=min([limits.peak_bytes, *lowered]))
         planner = _WayPlanner(track, options, own, labels)
-        for way in planner.make(name) if name not in tries.given_up else ():
-            operations += way.schedule.operations + way.plan.operations
+        # The variants of "as asked" come before it: none is left once it is given up.
+        made = list(planner.make(name)) if name not in tries.given_up else []
+        operations += planner.operations
+        for way in made:
             slow = way.schedule.timeline.total_ms > tries.slowest_ms
             if way.name in tries.given_up or slow:
                 continue
@@ -100,11 +103,18 @@ def next_module_way(
 
 
 class _WayPlanner:
+    """Plans ways under one memory limit.
+
+    Attributes:
+        operations: counted work, also of ways that are not offered.
+    """
+
     def __init__(
         self, track: Track, options: Options, limits: Limits, labels: ModuleLabels
     ) -> None:
         self._track, self._options, self._limits, self._labels = track, options, limits, labels
         self._hiders = find_hiders(track, options)
+        self.operations = 0
 
     def make(self, name: str) -> Iterator[Way]:
         """The way of this name, and its variants, the better first."""
@@ -123,7 +133,11 @@ class _WayPlanner:
         buckets = plan_module_buckets(self._track.skeleton, merger, self._labels, options)
         placed = options.places_by_modules or name in _UNMOVED
         timing = self._by_modules(buckets, prefetch, deferral) if placed else None
-        return schedule_way(name, buckets.plan, self._track, self._limits, timing)
+        return self._counted(schedule_way(name, buckets.plan, self._track, self._limits, timing))
+
+    def _counted(self, way: Way) -> Way:
+        self.operations += way.schedule.operations + way.plan.operations
+        return way
 
     def _better(self, whole: Way, options: Options) -> list[Way]:
         """Variants of what was asked for that are worth it, the best first."""
@@ -135,17 +149,20 @@ class _WayPlanner:
         if whole.schedule.short:
             plan = split_for_memory(whole.plan, self._track.gathers, whole.schedule.short)
             timing = whole.choose_timing
-            variants.append(schedule_way(IN_PARTS, plan, self._track, self._limits, timing))
+            parts = schedule_way(IN_PARTS, plan, self._track, self._limits, timing)
+            variants.append(self._counted(parts))
         worth = [way for way in variants if _total_ms(way) < _WORTH * _total_ms(whole)]
         return sorted(worth, key=_total_ms)
 
     def _with_smaller_cap(self, divisor: int) -> Options:
-        """Buckets of a share of the largest gather or reduction of a visit."""
+        """Buckets of a share of the largest gather or reduction of one run of a module."""
+        collectives = self._track.skeleton.collectives
+        visit_of = find_visits(collectives, self._labels.of)
         sizes: dict[tuple[object, ...], int] = {}
-        for collective in self._track.skeleton.collectives:
-            label = self._labels.of.get(collective.index)
-            if label is not None:
-                key = (label, collective.key, collective.backward)
+        for collective in collectives:
+            visit = visit_of.get(collective.index)
+            if visit is not None:
+                key = (visit, collective.key)
                 sizes[key] = sizes.get(key, 0) + collective.size_bytes
         largest = max(sizes.values(), default=0)
         share = max(largest // divisor, 1) / MIB
