@@ -1,4 +1,5 @@
-"""The pipeline's two phases as plain functions, for people who compose their own backend.
+"""Passes as plain functions, for people who compose their own backend: the pipeline's two phases, and
+the fusion of chained all-gathers.
 
 Tagging needs the joint graph, which only a partition function sees; bucketing wants the graphs that
 come out of it::
@@ -26,17 +27,30 @@ which collectives carry parameters and gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch.fx as fx
 
 from torch_patches import config
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.dynamo_inputs import record_inputs
+from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import NamedMesh, RegisteredGroups
+from torch_patches._inductor.fx_passes.comm_overlap.passes.all_gather_fusion import (
+    Groups,
+    apply_fusions,
+    plan_fusions,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.passes.tagging import tag_graph
+from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 
-__all__ = ["bucket_collectives", "tag_collectives_for_bucketing"]
+__all__ = [
+    "bucket_collectives",
+    "fuse_chained_allgathers",
+    "tag_collectives_for_bucketing",
+]
 
 
 def tag_collectives_for_bucketing(
@@ -99,3 +113,57 @@ def bucket_collectives(
     arguments = {"bucketing_mode": "topo_span", "bucket_cap_mb": bucket_cap_mb}
     options = config.options_from_arguments(arguments, "bucket_collectives")
     return pipeline.optimize_graph(gm, options)
+
+
+def fuse_chained_allgathers(
+    graph: fx.Graph,
+    full_group_size: int,
+    full_group_name: str,
+    subgroup_order: Sequence[str] | None = None,
+    reversed_full_group_name: str | None = None,
+) -> int:
+    """Makes one all-gather of each chain of all-gathers on sub-meshes that is proven to be one.
+
+    Only views may stand between the gathers of a chain, and shards must be even.  A chain that one
+    gather would order otherwise stays as it is.
+
+    Args:
+        graph: a joint, forward, backward or inference graph, changed in place; the caller
+            recompiles its module.
+        full_group_size: ranks of the whole mesh.
+        full_group_name: the group of all of them in row-major order.
+        subgroup_order: groups of the mesh's dimensions, the one that varies slowest first.  None
+            asks the process groups that this process has joined.
+        reversed_full_group_name: the group of all ranks in column-major order, for chains that
+            gather the slowest dimension first; without it such chains stay.
+
+    Returns:
+        How many chains were fused.
+
+    Raises:
+        TypeError: not a graph.
+        ValueError: the dimensions' sizes, as far as the graph tells them, do not multiply to
+            ``full_group_size``.
+    """
+    if not isinstance(graph, fx.Graph):
+        raise TypeError(f"fuse_chained_allgathers() takes an fx.Graph, not {type(graph).__name__}")
+    skeleton = collect(graph)
+    groups: Groups
+    if subgroup_order is None:
+        targets = {full_group_name, reversed_full_group_name}
+        groups = RegisteredGroups({name for name in targets if name is not None})
+    else:
+        sizes = {c.group: c.key.group_size for c in skeleton.collectives if c.key is not None}
+        dims = [(name, size) for name in subgroup_order if (size := sizes.get(name)) is not None]
+        product = math.prod(size for _, size in dims)
+        if len(dims) == len(subgroup_order) and product != full_group_size:
+            raise ValueError(
+                f"subgroup_order = {list(subgroup_order)!r} has {product} ranks in this graph, not "
+                f"full_group_size = {full_group_size}"
+            )
+        groups = NamedMesh(dims, full_group_name, reversed_full_group_name)
+    fusions, _ = plan_fusions(skeleton, groups, [CollectiveKind.ALL_GATHER])
+    fusions = [fusion for fusion in fusions if len(fusion.ranks) == full_group_size]
+    apply_fusions(graph, fusions)
+    graph.lint()
+    return len(fusions)

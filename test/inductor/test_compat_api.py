@@ -47,7 +47,11 @@ def starts(gm):
 
 
 def test_the_public_names():
-    assert compat_api.__all__ == ["bucket_collectives", "tag_collectives_for_bucketing"]
+    assert compat_api.__all__ == [
+        "bucket_collectives",
+        "fuse_chained_allgathers",
+        "tag_collectives_for_bucketing",
+    ]
 
 
 # -- tagging --------------------------------------------------------------------------------------

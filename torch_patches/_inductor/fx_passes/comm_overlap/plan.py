@@ -81,6 +81,15 @@ class RefusalReason(enum.Enum):
     PREFETCH = "no place is left between what its members need and their first use"
     NOT_BETTER = "a plan without this bucket was estimated to be faster, or to need less memory"
     BARRIER = "a side effect lies between it and the bucket"
+    CHAIN_USERS = "something else reads what lies between the chained collectives"
+    CHAIN_DTYPE = "the dtype changes between the chained collectives"
+    CHAIN_OP = "the chained reductions differ in their op"
+    CHAIN_UNEVEN = "rows are cut or padded: shards are uneven, and other ranks may see none of it"
+    CHAIN_MUTATION = "a write or a side effect lies between the chained collectives"
+    CHAIN_GROUPS = "the chained groups are not registered, or share more than this rank"
+    CHAIN_SYMBOLIC = "a symbolic size keeps the chain from being followed"
+    CHAIN_ORDER = "one collective would order the elements otherwise"
+    CHAIN_NO_GROUP = "no process group has the ranks of the chain in the order that it needs"
     CHECK_FAILED = "the plan did not pass the legality check"
 
 
