@@ -45,7 +45,9 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
 class Groups(Protocol):
     """What is known of process groups on this rank."""
 
-    rank: int
+    @property
+    def rank(self) -> int:
+        """This rank."""
 
     def ranks(self, group: str) -> tuple[int, ...] | None:
         """Global ranks of a group in its order; None where it is not known."""
