@@ -43,7 +43,7 @@ def check_fences(before: Skeleton, after: Skeleton, plan: Plan) -> None:
     for collective in after.collectives:
         start = collective.start
         known = start if start in expected else start.meta.get(BUCKET_MARK, {}).get("bucket")
-        if expected.get(known) != _between(collective):
+        if known in expected and expected[known] != _between(collective):
             raise FenceError(f"{start} or its wait has crossed a side effect")
 
 
