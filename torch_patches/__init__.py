@@ -19,10 +19,10 @@ from torch_patches._hooks import uninstall
 from torch_patches.config import FlagError
 
 if TYPE_CHECKING:
-    from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import ModulePlanError
-    from torch_patches._inductor.fx_passes.comm_overlap.report import (
+    from torch_patches._inductor.fx_passes.comm_overlap.graph.metrics import (
         max_consecutive_compute_between_reduce_scatters,
     )
+    from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import ModulePlanError
     from torch_patches.module_plans import plan_from_modules
     from torch_patches.optimize import optimize_graph
 
@@ -46,7 +46,7 @@ _hooks.install()
 _LAZY = {
     "ModulePlanError": "torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan",
     "max_consecutive_compute_between_reduce_scatters": (
-        "torch_patches._inductor.fx_passes.comm_overlap.report"
+        "torch_patches._inductor.fx_passes.comm_overlap.graph.metrics"
     ),
     "optimize_graph": "torch_patches.optimize",
     "plan_from_modules": "torch_patches.module_plans",

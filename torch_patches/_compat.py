@@ -9,9 +9,11 @@ from __future__ import annotations
 import inspect
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._inductor import config as inductor_config
 from torch._inductor import custom_graph_pass
 from torch.utils import _config_module
@@ -151,3 +153,42 @@ def runs_control_deps() -> bool:
     from torch._inductor.fx_passes.control_dependencies import control_deps
 
     return DispatchKey.CompositeExplicitAutograd in control_deps.py_kernels
+
+
+# -- process groups and DTensors ------------------------------------------------------------------
+
+
+def new_group_in_order(ranks: Sequence[int], backend: str, description: str) -> Any:
+    """A process group made by its ``ranks`` alone, which keeps their order; None where torch sorts
+    them (2.11).
+
+    Drop the question when the minimum is 2.12.
+    """
+    keyword: dict[str, Any] = {"sort_ranks": False}
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        if list(ranks) != sorted(ranks):
+            return None
+        keyword = {}
+    return dist.new_group(
+        list(ranks),
+        backend=backend,
+        use_local_synchronization=True,
+        group_desc=description,
+        **keyword,
+    )
+
+
+def shard_orders(spec: Any) -> list[tuple[int, ...]]:
+    """For each sharded dimension of a DTensor, the mesh dimensions that cut it, the first cut first.
+
+    torch's own ``shard_order`` knows strided shards; without it the order is that of the mesh.  The
+    attribute is private: look again with each release.
+    """
+    order = getattr(spec, "shard_order", None)
+    if order is not None:
+        return [tuple(entry.mesh_dims) for entry in order]
+    found: dict[int, list[int]] = {}
+    for mesh_dim, placement in enumerate(spec.placements):
+        if placement.is_shard():
+            found.setdefault(placement.dim, []).append(mesh_dim)
+    return [tuple(dims) for dims in found.values()]

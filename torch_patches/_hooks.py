@@ -1,8 +1,8 @@
 """The only patch site: ``torch._inductor.compile_fx.compile_fx``, and its undoing.
 
 torch looks the function up in its module each time, so the replacement serves every caller that
-imports the name when it compiles.  While ``bucketing_mode`` is "none" a call passes straight
-through.  Otherwise the wrapper reads the flags once and hands everything on as ``config_patches``,
+imports the name when it compiles.  While ``bucketing_mode`` is "none" and no chained collectives are to be fused, a
+call passes straight through.  Otherwise the wrapper reads the flags once and hands everything on as ``config_patches``,
 which torch applies again around the lazily compiled backward: cache key, passes and code
 generation see one set of values, whatever the flags are by then and whatever thread it runs in.
 
@@ -31,6 +31,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from torch_patches import _compat, config
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import measured_estimators
+from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import RegisteredGroups
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.plan import RecordedInput
 
@@ -213,11 +214,13 @@ def inputs_digest(recorded: Sequence[RecordedInput], reads_names: bool = False) 
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def metadata_digest(model: Any, reads_names: bool, recorded: Sequence[RecordedInput] = ()) -> str:
+def metadata_digest(model: Any, options: Options, recorded: Sequence[RecordedInput] = ()) -> str:
     """Digest of the facts beside the graph's code that decide a plan."""
     digest = hashlib.sha256(repr(_process_group_sizes()).encode())
-    digest.update(inputs_digest(recorded, reads_names).encode())
-    if reads_names:
+    digest.update(inputs_digest(recorded, options.reads_modules).encode())
+    if options.fuses:
+        digest.update(RegisteredGroups().describe().encode())
+    if options.reads_modules:
         for name in _names(model):
             digest.update(repr(name).encode())
     return digest.hexdigest()
@@ -318,27 +321,43 @@ def compile_patches(model: Any, user: Mapping[str, Any] | None) -> dict[str, Any
     """
     user = user or {}
     options = config.read_options(user)
-    if options.bucketing_mode == "none":
+    if not options.changes:
         return None
     if options.insert_overlap_deps is None:
         options = replace(options, insert_overlap_deps=True)
+    if options.create_flattened_groups:
+        from torch_patches.mesh_groups import create_groups
+
+        create_groups(model, options)
     recorded = _pipeline().record_inputs_of(model)
     options = _pipeline().check_module_names(model, recorded, options)
     ours = JointPass(options, recorded), PostGradPass(options, recorded)
     joint = append_pass(config.current_value(JOINT_PASSES, user), ours[0])
     post_grad = append_pass(config.current_value(POST_GRAD_PASSES, user), ours[1])
-    metadata = metadata_digest(model, options.reads_modules, recorded)
+    metadata = metadata_digest(model, options, recorded)
     return {
         **user,
-        **{flag.full_name: getattr(options, flag.name) for flag in config.FLAGS},
-        # Ours schedules, so torch's must not; and what torch's would call torch cannot key.
-        config.PREFIX + "enable_overlap_scheduling": False,
-        config.PREFIX + "custom_runtime_estimation": None,
-        config.PREFIX + "module_stack_fn": None,
-        **_torch_pass_patches(user, options),
+        **_flag_patches(user, options),
         JOINT_PASSES: joint,
         POST_GRAD_PASSES: post_grad,
         config.DIGEST_FLAG: f"{_pipeline().source_digest()}:{metadata}",
+    }
+
+
+def _flag_patches(user: Mapping[str, Any], options: Options) -> dict[str, Any]:
+    """The flags as they were read, and torch's own passes off where ours do their job."""
+    buckets = options.bucketing_mode != "none"
+    flags = [flag for flag in config.FLAGS if buckets or not flag.of_torch]
+    patches = {flag.full_name: getattr(options, flag.name) for flag in flags}
+    patches[config.PREFIX + "module_stack_fn"] = None  # torch cannot key it
+    if not buckets:
+        return patches
+    return {
+        **patches,
+        # Ours schedules, so torch's must not; and what torch's would call torch cannot key.
+        config.PREFIX + "enable_overlap_scheduling": False,
+        config.PREFIX + "custom_runtime_estimation": None,
+        **_torch_pass_patches(user, options),
     }
 
 

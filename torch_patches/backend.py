@@ -56,6 +56,7 @@ from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import tag_of
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.plan import RecordedInput, Traffic
+from torch_patches.mesh_groups import create_groups
 
 __all__ = ["UnsupportedTorchError", "aot_eager_comm_overlap"]
 
@@ -106,6 +107,7 @@ def aot_eager_comm_overlap(
     """
     _require_supported_torch()
     settings, inputs = read_settings(options), _record_inputs(gm, example_inputs)
+    create_groups(gm, settings.options)
     checked = pipeline.check_module_names(gm, inputs, settings.options)
     compilers = _Compilers(replace(settings, options=checked), inputs)
     backend = aot_autograd(
@@ -193,9 +195,7 @@ def _cache_key(gm: fx.GraphModule, compilers: _Compilers) -> dict[str, object]:
     (``force_autograd_cache`` and ``bundled_autograd_cache``).  Its key holds Inductor's flags, and
     knows neither our options nor the partitioner.
     """
-    metadata = _hooks.metadata_digest(
-        gm, compilers.settings.options.reads_modules, compilers.inputs
-    )
+    metadata = _hooks.metadata_digest(gm, compilers.settings.options, compilers.inputs)
     parts = (NAME, pipeline.source_digest(), metadata, repr(compilers.settings))
     return {config.DIGEST_FLAG: ":".join(parts)}
 

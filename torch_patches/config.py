@@ -142,7 +142,9 @@ def _completed(options: Options) -> Options:
 
 
 def _warn_of_unread(options: Options) -> None:
-    """Flags for buckets of modules in a mode that has none would change nothing, unnoticed."""
+    """Flags that change nothing without others, or in this mode."""
+    if options.create_flattened_groups and not options.fuses:
+        _warn_unread(("create_flattened_groups",), "fuse_chained_all_gathers", False)
     if options.bucketing_mode in ("none", "modules"):
         return
     unread: dict[str, object] = {"module_bucket_plans": options.module_bucket_plans}
@@ -150,15 +152,14 @@ def _warn_of_unread(options: Options) -> None:
         unread["module_overlap_with"] = options.module_overlap_with or None
         unread["module_stack_fn"] = options.module_stack_fn
     if names := tuple(name for name, value in unread.items() if value is not None):
-        _warn_unread(names, options.bucketing_mode)
+        _warn_unread(names, "bucketing_mode", options.bucketing_mode)
 
 
 @functools.cache
-def _warn_unread(names: tuple[str, ...], mode: str) -> None:
+def _warn_unread(names: tuple[str, ...], because: str, value: object) -> None:
     """Once for each."""
-    logger.warning(
-        "%s: no effect with bucketing_mode = %r", ", ".join(PREFIX + name for name in names), mode
-    )
+    texts = ", ".join(PREFIX + name for name in names)
+    logger.warning("%s: no effect with %s = %r", texts, because, value)
 
 
 def options_from_arguments(arguments: Mapping[str, object], function: str) -> Options:

@@ -309,6 +309,35 @@ FLAGS: tuple[Flag, ...] = (
         "compiles cacheable.",
     ),
     Flag(
+        name="fuse_chained_all_gathers",
+        default=False,
+        value_type=bool,
+        check=check_bool,
+        allowed="True or False",
+        doc="All-gathers over one dimension of a mesh after the other become one over all of them, "
+        "where it is proven that every rank gets the same elements in the same order. Works with "
+        "every bucketing_mode, also with 'none'.",
+    ),
+    Flag(
+        name="fuse_chained_reduce_scatters",
+        default=False,
+        value_type=bool,
+        check=check_bool,
+        allowed="True or False",
+        doc="The same for reduce-scatters with op sum or avg. One reduction instead of two adds in "
+        "another order, so results differ by rounding.",
+    ),
+    Flag(
+        name="create_flattened_groups",
+        default=False,
+        value_type=bool,
+        check=check_bool,
+        allowed="True or False",
+        doc="When a compile starts, make the process groups over several mesh dimensions that its "
+        "parameters are sharded by, where no group has these ranks in the order needed. All ranks of "
+        "such a group must compile the same models in the same order, or they wait for each other.",
+    ),
+    Flag(
         name="custom_runtime_estimation",
         default=None,
         value_type=Callable[..., Any] | None,

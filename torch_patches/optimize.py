@@ -15,6 +15,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.options import (
     ModuleStackFunction,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
+from torch_patches.mesh_groups import create_groups
 
 
 class _FromFlag:
@@ -56,6 +57,9 @@ def optimize_graph(
     module_uncovered: str = FROM_FLAG,
     module_plan_unmatched: str = FROM_FLAG,
     module_stack_fn: ModuleStackFunction | None = FROM_FLAG,
+    fuse_chained_all_gathers: bool = FROM_FLAG,
+    fuse_chained_reduce_scatters: bool = FROM_FLAG,
+    create_flattened_groups: bool = FROM_FLAG,
     custom_runtime_estimation: CustomEstimation | None = FROM_FLAG,
 ) -> Report:
     """Merges and schedules the collectives of ``gm`` in place and recompiles it.
@@ -96,6 +100,11 @@ def optimize_graph(
         module_uncovered: "bucket" or "leave" what no entry covers.
         module_plan_unmatched: "error" or "warn" where an entry matches nothing.
         module_stack_fn: ``fn(node) -> [(module path, class), ...]``, the outermost first.
+        fuse_chained_all_gathers: make one of gathers over one mesh dimension after the other, where
+            proven to be the same.
+        fuse_chained_reduce_scatters: the same for reduce-scatters, whose sums then round otherwise.
+        create_flattened_groups: make the process groups this needs, if ``gm`` holds the DTensors or
+            meshes that tell them; all their ranks must call.
         custom_runtime_estimation: ``fn(node, override_size_bytes | None) -> ms | None``.
 
     Each argument left out takes the value of the flag
@@ -136,10 +145,15 @@ def optimize_graph(
         "module_uncovered": module_uncovered,
         "module_plan_unmatched": module_plan_unmatched,
         "module_stack_fn": module_stack_fn,
+        "fuse_chained_all_gathers": fuse_chained_all_gathers,
+        "fuse_chained_reduce_scatters": fuse_chained_reduce_scatters,
+        "create_flattened_groups": create_flattened_groups,
         "custom_runtime_estimation": custom_runtime_estimation,
     }
     arguments = {name: value for name, value in given.items() if value is not FROM_FLAG}
     mode = config.PREFIX + "bucketing_mode"
     if arguments.get("bucketing_mode", config.current_value(mode)) == "none":
         arguments["bucketing_mode"] = DEFAULT_MODE
-    return pipeline.optimize_graph(gm, config.options_from_arguments(arguments, "optimize_graph"))
+    options = config.options_from_arguments(arguments, "optimize_graph")
+    create_groups(gm, options)
+    return pipeline.optimize_graph(gm, options)

@@ -206,6 +206,30 @@ def test_captured_s0s0_llama(which: str) -> None:
     assert {c.group for c in collect(gm.graph).collectives} == {"0"}
 
 
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_reduction_rounds_within_its_bound(op: str, dtype: torch.dtype) -> None:
+    """docs/chained_fusion.md: n - 1 additions in any order are within (n - 1) u of the exact sum of
+    the magnitudes, and each average divides once more."""
+    b = GraphBuilder()
+    wait = b.scatter_and_wait(b.placeholder(16, 64, dtype=dtype), op, 4, "outer")
+    gm = b.output(b.scatter_and_wait(wait, op, 2, "inner"))
+    after = copy.deepcopy(gm)
+    apply_fusions(after.graph, planned(after)[0])
+    after.recompile()
+    inputs = random_inputs(gm, 8, seed=3)
+    two, one = (run_spmd(g, copy.deepcopy(inputs), TABLE, 8) for g in (gm, after))
+    sizes = [[rank[0].abs().double()] for rank in inputs]
+    magnitudes = sum(rank[0] for rank in sizes) / (8 if op == "avg" else 1)
+    unit = torch.finfo(dtype).eps / 2
+    operations = 7 * 2 + (3 if op == "avg" else 0)
+    for rank in range(8):
+        bound = operations * unit * magnitudes[2 * rank : 2 * rank + 2] * 1.01
+        difference = (two[rank][0].double() - one[rank][0].double()).abs()
+        assert (difference <= bound).all()
+    assert any(not torch.equal(two[rank][0], one[rank][0]) for rank in range(8))
+
+
 # -- refused --------------------------------------------------------------------------------------
 
 
@@ -299,10 +323,11 @@ def test_no_group_in_that_order() -> None:
 
 
 def test_symbolic_sizes() -> None:
-    """Followed through what cuts no symbol, and refused behind what does."""
+    """Followed where every symbol gives whole parts, and refused where some would be cut across."""
     for between, fuses in (
         (transposed_twice, True),
-        (lambda b, x: b.call(aten.view, b.call(aten.view, x, [-1, 3]), [-1, 6]), False),
+        (lambda b, x: b.call(aten.view, b.call(aten.view, x, [-1, 3]), [-1, 6]), True),
+        (there_and_back, False),
     ):
         b = GraphBuilder(FakeTensorMode(shape_env=ShapeEnv()))
         rows = b.symbol(2).meta["val"]

@@ -47,6 +47,9 @@ DEFAULTS = {
     "module_uncovered": "bucket",
     "module_plan_unmatched": "error",
     "module_stack_fn": None,
+    "fuse_chained_all_gathers": False,
+    "fuse_chained_reduce_scatters": False,
+    "create_flattened_groups": False,
     "custom_runtime_estimation": None,
 }
 #: That torch has too, with values of its own while ours are off.

@@ -7,7 +7,7 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from torch_patches._inductor.fx_passes.comm_overlap import pipeline
+from torch_patches._inductor.fx_passes.comm_overlap import notices, pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.dynamo_inputs import (
     record_inputs,
     recorded_from_names,
@@ -163,7 +163,7 @@ def test_graph_that_cannot_be_read_has_no_records(
     monkeypatch.setattr(pipeline, "record_inputs", broken)
     with pytest.raises(KeyError):
         pipeline.record_inputs_of(None)
-    monkeypatch.delenv(pipeline.STRICT_VARIABLE)
-    pipeline._warn_untagged.cache_clear()
+    monkeypatch.delenv(notices.STRICT_VARIABLE)
+    notices.warn_untagged.cache_clear()
     assert pipeline.record_inputs_of(None) == ()
     assert "Dynamo changed" in caplog.text and "bucketing_mode" in caplog.text

@@ -214,7 +214,7 @@ def test_digest_depends_on_process_groups(monkeypatch: pytest.MonkeyPatch) -> No
     def digest_with(*groups: tuple[Any, str]) -> str:
         world = types.SimpleNamespace(pg_names=dict(groups))
         monkeypatch.setattr(distributed_c10d, "_world", world)
-        return _hooks.metadata_digest(None, reads_names=False)
+        return _hooks.metadata_digest(None, Options())
 
     two, four = Group(2), Group(4)
     assert digest_with((two, "0"), (four, "1")) == digest_with((four, "1"), (two, "0"))
@@ -222,7 +222,7 @@ def test_digest_depends_on_process_groups(monkeypatch: pytest.MonkeyPatch) -> No
     assert digest_with((two, "0")) != digest_with((two, "1"))
     assert digest_with((two, "0"), (object(), "not a member")) == digest_with((two, "0"))
     monkeypatch.setattr(distributed_c10d, "_world", object())
-    assert _hooks.metadata_digest(None, reads_names=False) == digest_with()
+    assert _hooks.metadata_digest(None, Options()) == digest_with()
 
 
 def test_digest_reads_names_only_when_asked() -> None:
@@ -235,7 +235,8 @@ def test_digest_reads_names_only_when_asked() -> None:
 
         torch._dynamo.reset()
         torch.compile(model, backend=backend)(torch.randn(2, 2))
-        return _hooks.metadata_digest(graphs[0], reads_names)
+        mode = "transformer_block" if reads_names else "auto"
+        return _hooks.metadata_digest(graphs[0], Options(bucketing_mode=mode))
 
     a, same, b = NamedLinear("a"), NamedLinear("a"), NamedLinear("b")
     assert digest(a, True) == digest(same, True)
@@ -245,7 +246,7 @@ def test_digest_reads_names_only_when_asked() -> None:
 
 def test_digest_reads_kinds_of_inputs_not_names_or_registration() -> None:
     def digest(*inputs: RecordedInput) -> str:
-        return _hooks.metadata_digest(None, False, inputs)
+        return _hooks.metadata_digest(None, Options(), inputs)
 
     a, b = RecordedInput(InputKind.PARAMETER, "a", 0), RecordedInput(InputKind.PARAMETER, "b", 1)
     assert digest(a) == digest(b)

@@ -174,7 +174,9 @@ def test_the_outer_cache_key_knows_classes_and_module_fqn() -> None:
         if fqn is not None:
             node.meta["custom"] = {"module_fqn": fqn}
         graph.output(node)
-        return _hooks.metadata_digest(fx.GraphModule(torch.nn.Module(), graph), True)
+        return _hooks.metadata_digest(
+            fx.GraphModule(torch.nn.Module(), graph), Options(bucketing_mode="transformer_block")
+        )
 
     assert digest(_One) == digest(_One)
     assert digest(_One) != digest(_Other)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from torch_patches._inductor.fx_passes.comm_overlap import pipeline
+from torch_patches._inductor.fx_passes.comm_overlap import notices, pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph import rewrite
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
@@ -31,8 +31,8 @@ def small_graph():
 @pytest.fixture
 def lenient(monkeypatch):
     """What a user's process does: no strict mode."""
-    monkeypatch.setenv(pipeline.STRICT_VARIABLE, "0")
-    pipeline._warn_untouched.cache_clear()
+    monkeypatch.setenv(notices.STRICT_VARIABLE, "0")
+    notices.warn_untouched.cache_clear()
 
 
 def text(gm):
@@ -172,7 +172,7 @@ class TestFailure:
             pipeline.optimize_graph(small_graph(), TOPO_SPAN)
 
     def test_strict_mode_raises(self, monkeypatch, stage):
-        monkeypatch.setenv(pipeline.STRICT_VARIABLE, "1")
+        monkeypatch.setenv(notices.STRICT_VARIABLE, "1")
         self._break(monkeypatch, stage, KeyError("boom"))
         with pytest.raises(KeyError, match="boom"):
             pipeline.optimize_graph(small_graph(), TOPO_SPAN)

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch._functorch._aot_autograd import descriptors as aot
 
-from torch_patches._inductor.fx_passes.comm_overlap import pipeline
+from torch_patches._inductor.fx_passes.comm_overlap import notices, pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     collect,
     collective_kind,
@@ -348,8 +348,8 @@ def test_descriptors_of_another_number_raise_and_tag_nothing(
     gm = nested(s.end((s.x, None), (s.scatter(s.x), None)), [aot.PlainAOTOutput(0), None])
     with pytest.raises(DescriptorMismatch, match="3 outputs and 2 output descriptors"):
         tag_graph(gm.graph)
-    monkeypatch.delenv(pipeline.STRICT_VARIABLE)
-    pipeline._warn_untagged.cache_clear()
+    monkeypatch.delenv(notices.STRICT_VARIABLE)
+    notices.warn_untagged.cache_clear()
     pipeline.run_joint(gm.graph, Options("topo_span"))
     pipeline.run_joint(gm.graph, Options("topo_span"))
     assert not is_tagged(gm.graph)

@@ -22,7 +22,7 @@ import torch.fx as fx
 import torch.utils._pytree as pytree
 from torch._subclasses import FakeTensor
 
-from torch_patches._inductor.fx_passes.comm_overlap import pipeline
+from torch_patches._inductor.fx_passes.comm_overlap import notices, pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK, collect
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import CAPS_MB, memory_limits
@@ -106,15 +106,15 @@ def _execute_input(gm: fx.GraphModule, description: Description, trusted: bool) 
 @contextmanager
 def _strict() -> Iterator[None]:
     """Failures inside the pipeline raise instead of leaving the graph as it was."""
-    old = os.environ.get(pipeline.STRICT_VARIABLE)
-    os.environ[pipeline.STRICT_VARIABLE] = "1"
+    old = os.environ.get(notices.STRICT_VARIABLE)
+    os.environ[notices.STRICT_VARIABLE] = "1"
     try:
         yield
     finally:
         if old is None:
-            del os.environ[pipeline.STRICT_VARIABLE]
+            del os.environ[notices.STRICT_VARIABLE]
         else:
-            os.environ[pipeline.STRICT_VARIABLE] = old
+            os.environ[notices.STRICT_VARIABLE] = old
 
 
 def _run(gm: fx.GraphModule, options: Options) -> Report | None:

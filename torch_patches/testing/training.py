@@ -51,7 +51,8 @@ class Workload:
     Args:
         model: its shape.
         strategy: "fsdp" (every parameter sharded over all ranks), "hsdp" (over half of the ranks,
-            the other half holds the same), "ddp" (every rank holds everything) or "fsdp2" (torch's
+            the other half holds the same), "s0s0" (over a 2-dimensional mesh, along one dimension of
+            the parameter), "ddp" (every rank holds everything) or "fsdp2" (torch's
             eager one, to be run uncompiled, with the embedding, each block, and norm and head as
             its groups).
         batch, seq: sequences of each rank, tokens in one.
@@ -153,6 +154,9 @@ def _parallelise(model: Llama, strategy: str) -> None:
     elif strategy == "hsdp":
         mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
         fully_shard_simple(model, mesh, placements=(Replicate(), Shard(0)))
+    elif strategy == "s0s0":
+        mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("outer", "inner"))
+        fully_shard_simple(model, mesh, placements=(Shard(0), Shard(0)))
     elif strategy == "ddp":
         replicate_simple(model, init_device_mesh("cpu", (ranks,)))
     elif strategy == "fsdp2":
@@ -160,7 +164,7 @@ def _parallelise(model: Llama, strategy: str) -> None:
         for group in (model.tok_embeddings, *model.layers, [model.norm, model.output], model):
             fully_shard(group, mesh=mesh)
     else:
-        raise ValueError(f"strategy {strategy!r} is none of fsdp, hsdp, ddp, fsdp2")
+        raise ValueError(f"strategy {strategy!r} is none of fsdp, hsdp, s0s0, ddp, fsdp2")
 
 
 def _data(workload: Workload, step: int) -> tuple[torch.Tensor, torch.Tensor]:

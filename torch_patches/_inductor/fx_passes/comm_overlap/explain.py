@@ -13,8 +13,13 @@ _MIB = 1 << 20
 
 def explain(report: Report) -> str:
     """The summary; module buckets with a plan that can be pasted into ``module_bucket_plans``; every
-    bucket; what was refused, by reason."""
+    fused chain; every bucket; what was refused, by reason."""
     lines = [report.summary()]
+    for fusion in report.fusions:
+        lines.append(
+            f"  {fusion.kind} of {fusion.group_size} ranks on {fusion.group} instead of "
+            f"{', '.join(fusion.members)}"
+        )
     if report.module_plan:
         lines.extend(describe_module_plan(report))
     for bucket in report.buckets:

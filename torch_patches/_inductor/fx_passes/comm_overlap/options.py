@@ -84,6 +84,9 @@ class Options:
         module_stack_digest: what tells it from others in all processes; None if nothing does.
         module_names_checked: the plan's names were compared with those of the whole model already,
             of which a graph may know only a part.
+        fuse_chained_all_gathers: make one gather of gathers over one mesh dimension after the other.
+        fuse_chained_reduce_scatters: the same for reduce-scatters, whose sums then round otherwise.
+        create_flattened_groups: make the process groups that this needs, on all ranks at once.
         run_eagerly: the graph is run op by op as it is, not compiled: copies and memory are those of
             PyTorch's own kernels.  No flag: who runs the graph knows.
     """
@@ -117,7 +120,20 @@ class Options:
     module_stack_fn: ModuleStackFunction | None = field(default=None, repr=False)
     module_stack_digest: str | None = None
     module_names_checked: bool = field(default=False, repr=False, compare=False)
+    fuse_chained_all_gathers: bool = False
+    fuse_chained_reduce_scatters: bool = False
+    create_flattened_groups: bool = False
     run_eagerly: bool = False
+
+    @property
+    def fuses(self) -> bool:
+        """Whether chained collectives become one."""
+        return self.fuse_chained_all_gathers or self.fuse_chained_reduce_scatters
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything is to be done to a graph."""
+        return self.fuses or self.bucketing_mode != "none"
 
     @property
     def schedules(self) -> bool:

@@ -1,7 +1,7 @@
 """The pass list, seen whole, and the entry points that run it.
 
-    joint graph:      tag parameter and gradient traffic
-    post-grad graph:  tag, if no joint graph was seen
+    joint graph:      tag parameter and gradient traffic -> chained collectives as one
+    post-grad graph:  tag, if no joint graph was seen -> chained collectives as one
                       -> collect -> topo_span -> check -> apply -> report
                       -> collect -> label by module, in the modes that do
                                  -> ways to bucket and schedule (overlap.py)
@@ -13,12 +13,10 @@ GraphModule.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.fx as fx
@@ -30,7 +28,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import (
     RuntimeModel,
     make_model,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.forecast import forecast
+from torch_patches._inductor.fx_passes.comm_overlap.forecast import Forecast, forecast
+from torch_patches._inductor.fx_passes.comm_overlap.fusing import Fused, fuse_chains
 from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     BUCKET_MARK,
@@ -62,6 +61,12 @@ from torch_patches._inductor.fx_passes.comm_overlap.module_names import (
     warn_reduced,
     warn_uncovered,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.notices import (
+    raise_if_strict,
+    warn_unfused,
+    warn_untagged,
+    warn_untouched,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.overlap import Overlapped, overlap
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import (
@@ -72,20 +77,19 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.module_ways import FU
 from torch_patches._inductor.fx_passes.comm_overlap.passes.tagging import is_tagged, tag_graph
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import plan_topo_span
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Plan, RecordedInput, Skeleton
-from torch_patches._inductor.fx_passes.comm_overlap.report import (
+from torch_patches._inductor.fx_passes.comm_overlap.report import Report
+from torch_patches._inductor.fx_passes.comm_overlap.reporting import (
     Before,
-    Report,
     build_report,
     emit_report,
+    fusion_report,
     with_forecasts,
+    with_fusions,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.sources import digest_of as digest_of
 from torch_patches._inductor.fx_passes.comm_overlap.sources import source_digest as source_digest
 
 log = logging.getLogger(__name__)
-
-#: Set to 1 to raise instead of leaving a graph untouched; the test-suite does.
-STRICT_VARIABLE = "TORCH_PATCHES_STRICT"
 
 #: Causes local to one rank: swallowing them there would change one rank's schedule and hang the job.
 RANK_LOCAL_ERRORS = (
@@ -115,16 +119,21 @@ def record_inputs_of(model: object) -> tuple[RecordedInput, ...]:
     except RANK_LOCAL_ERRORS:
         raise
     except Exception as error:
-        _raise_if_strict(error)
-        _warn_untagged(f"{type(error).__name__}: {error}")
+        raise_if_strict(error)
+        warn_untagged(f"{type(error).__name__}: {error}")
         return ()
 
 
-def run_joint(graph: fx.Graph, options: Options, recorded: Sequence[RecordedInput] = ()) -> None:
-    """Tags the collectives of a joint or inference graph; its nodes stay as they are.
+def run_joint(
+    graph: fx.Graph, options: Options, recorded: Sequence[RecordedInput] = ()
+) -> Report | None:
+    """Tags the collectives of a joint or inference graph, and makes one of chained ones.
 
     Args:
         recorded: what Dynamo knew of the inputs; without it, descriptors and structure decide.
+
+    Returns:
+        What became of chains; None where no flag asks for it.
 
     Raises:
         OSError, MemoryError, ...: causes local to this rank (:data:`RANK_LOCAL_ERRORS`).  After any
@@ -132,6 +141,27 @@ def run_joint(graph: fx.Graph, options: Options, recorded: Sequence[RecordedInpu
     """
     if options.bucketing_mode != "none":
         _tag(graph, recorded)
+    if not options.fuses:
+        return None
+    before = collect(graph).collectives
+    fused = _fuse(graph, options)
+    report = replace(fusion_report(options, before, fused, collect(graph)), phase="joint")
+    _tell(report, options)
+    return report
+
+
+def _fuse(graph: fx.Graph, options: Options) -> Fused:
+    """Chains as one, where a flag asks for it; a graph that cannot be handled stays."""
+    if not options.fuses:
+        return Fused()
+    try:
+        return fuse_chains(graph, options)
+    except RANK_LOCAL_ERRORS:
+        raise
+    except Exception as error:
+        raise_if_strict(error)
+        warn_unfused(f"{type(error).__name__}: {error}")
+        return Fused()
 
 
 def _tag(graph: fx.Graph, recorded: Sequence[RecordedInput]) -> None:
@@ -140,8 +170,8 @@ def _tag(graph: fx.Graph, recorded: Sequence[RecordedInput]) -> None:
     except RANK_LOCAL_ERRORS:
         raise
     except Exception as error:
-        _raise_if_strict(error)
-        _warn_untagged(f"{type(error).__name__}: {error}")
+        raise_if_strict(error)
+        warn_untagged(f"{type(error).__name__}: {error}")
 
 
 def tags_digest(
@@ -181,7 +211,7 @@ def _node_stacks(graph: fx.Graph, options: Options) -> dict[fx.Node, tuple[Modul
     except (*RANK_LOCAL_ERRORS, *USER_ERRORS):
         raise
     except Exception as error:
-        _raise_if_strict(error)
+        raise_if_strict(error)
         return {}
 
 
@@ -200,26 +230,26 @@ def run_post_grad(
         estimated: report expected times and peaks also where no decision needs them.
 
     Returns:
-        The report, or None where there is nothing to do (mode "none", no collectives, a second
-        run).
+        The report, or None where there is nothing to do (no flag asks for anything, no collectives,
+        a second run).
 
     Raises:
         OSError, MemoryError, ...: causes local to this rank (:data:`RANK_LOCAL_ERRORS`).
         EstimationError, CalibrationError: what the user gave for estimates is no good.  Any other
             failure leaves the graph as it was and warns once.
     """
-    if options.bucketing_mode == "none":
+    if not options.changes:
         return None
-    if not is_tagged(graph):
+    if options.bucketing_mode != "none" and not is_tagged(graph):
         _tag(graph, recorded)
     try:
         report = _change(graph, options, estimated)
     except (*RANK_LOCAL_ERRORS, *USER_ERRORS):
         raise
     except Exception as error:
-        _raise_if_strict(error)
+        raise_if_strict(error)
         reason = f"{type(error).__name__}: {error}"
-        _warn_untouched(reason)
+        warn_untouched(reason)
         return Report(options.bucketing_mode, failure=reason)
     if report is not None:
         _tell(report, options)
@@ -228,12 +258,19 @@ def run_post_grad(
 
 @dataclass(frozen=True, eq=False)
 class _Change:
-    """The graph before, the plan that was applied to it, and what is expected of it."""
+    """The graph before, the plan that was applied to it, and what is expected of it.
+
+    Args:
+        fused: what was done before the plan was made.
+        was: the forecast of the graph as it was given, where chains were fused.
+    """
 
     before: Before
     plan: Plan
     after: Skeleton
     overlapped: Overlapped | None = None
+    fused: Fused = field(default_factory=Fused)
+    was: Forecast | None = None
 
 
 def _change(graph: fx.Graph, options: Options, estimated: bool) -> Report | None:
@@ -244,10 +281,17 @@ def _change(graph: fx.Graph, options: Options, estimated: bool) -> Report | None
     before = Before.of(graph, skeleton)
     snapshot = Snapshot(graph)
     try:
+        was = _forecast_if_fused(graph, skeleton, options, estimated)
+        fused = _fuse(graph, options)
+        if options.bucketing_mode == "none":
+            return fusion_report(options, before.collectives, fused, collect(graph))
+        if options.fuses:  # undone or not, there are new nodes
+            skeleton = collect(graph)
         if options.schedules:
             change = _overlap(graph, skeleton, options, before)
         else:
             change = _bucket(graph, skeleton, options, before, estimated)
+        change = replace(change, fused=fused, was=was if fused.fusions else None)
         _mark_considered(graph, options)
         report = _report(graph, options, change)
         if change.overlapped is not None and options.insert_overlap_deps:
@@ -256,6 +300,17 @@ def _change(graph: fx.Graph, options: Options, estimated: bool) -> Report | None
         snapshot.restore()
         raise
     return report
+
+
+def _forecast_if_fused(
+    graph: fx.Graph, skeleton: Skeleton, options: Options, estimated: bool
+) -> Forecast | None:
+    """Of the graph as it is given, if chains may be fused before anything else is forecast."""
+    if not options.fuses or not (options.schedules or estimated):
+        return None
+    if options.bucketing_mode == "none":
+        return None
+    return forecast(graph, skeleton, _model(options), eager=options.run_eagerly)
 
 
 def _hold_order(
@@ -311,9 +366,10 @@ def _report(graph: fx.Graph, options: Options, change: _Change) -> Report | None
     """What was done.  A failure here must not undo it: the other ranks have done it too."""
     try:
         report = build_report(options, change.before, change.plan, graph, change.after)
+        report = with_fusions(report, change.fused)
         if change.overlapped is None:
             return report
-        report = with_forecasts(report, change.overlapped)
+        report = with_forecasts(report, change.overlapped, change.was)
         labels = change.overlapped.labels
         if labels is None:
             return report
@@ -326,7 +382,7 @@ def _report(graph: fx.Graph, options: Options, change: _Change) -> Report | None
             unmatched=labels.unmatched,
         )
     except Exception as error:
-        _raise_if_strict(error)
+        raise_if_strict(error)
         log.warning("torch_patches changed a graph but could not report it", exc_info=True)
         return None
 
@@ -342,13 +398,8 @@ def _tell(report: Report, options: Options) -> None:
         if report.uncovered:
             warn_uncovered(report.uncovered, options.module_uncovered)
     except Exception as error:
-        _raise_if_strict(error)
+        raise_if_strict(error)
         log.warning("torch_patches changed a graph but could not report it", exc_info=True)
-
-
-def _raise_if_strict(error: Exception) -> None:
-    if os.environ.get(STRICT_VARIABLE) == "1":
-        raise error
 
 
 def _mark_considered(graph: fx.Graph, options: Options) -> None:
@@ -367,30 +418,6 @@ def _is_scheduled(skeleton: Skeleton, options: Options) -> bool:
     fingerprint = options.fingerprint()
     marks = [c.start.meta.get(SCHEDULED_MARK) for c in skeleton.collectives]
     return options.schedules and fingerprint is not None and set(marks) == {fingerprint}
-
-
-@functools.cache
-def _warn_untagged(reason: str) -> None:
-    """Once per reason."""
-    log.warning(
-        "torch_patches could not tag the collectives of a graph (%s), and judges by structure what "
-        'they carry. aten_distributed_optimizations.bucketing_mode = "none" turns bucketing off; '
-        "%s=1 raises with the full trace.",
-        reason,
-        STRICT_VARIABLE,
-    )
-
-
-@functools.cache
-def _warn_untouched(reason: str) -> None:
-    """Once per reason; a retried compile does not repeat it."""
-    log.warning(
-        "torch_patches left a graph as it was, because bucketing it failed (%s). "
-        'aten_distributed_optimizations.bucketing_mode = "none" turns bucketing off; '
-        "%s=1 raises with the full trace.",
-        reason,
-        STRICT_VARIABLE,
-    )
 
 
 def optimize_graph(gm: fx.GraphModule, options: Options) -> Report:

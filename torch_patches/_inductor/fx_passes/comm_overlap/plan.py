@@ -86,10 +86,17 @@ class RefusalReason(enum.Enum):
     CHAIN_OP = "the chained reductions differ in their op"
     CHAIN_UNEVEN = "rows are cut or padded: shards are uneven, and other ranks may see none of it"
     CHAIN_MUTATION = "a write or a side effect lies between the chained collectives"
+    CHAIN_PHASE = (
+        "the chained collectives differ in phase (forward or backward), or in what the backward "
+        "recomputes"
+    )
     CHAIN_GROUPS = "the chained groups are not registered, or share more than this rank"
     CHAIN_SYMBOLIC = "a symbolic size keeps the chain from being followed"
     CHAIN_ORDER = "one collective would order the elements otherwise"
-    CHAIN_NO_GROUP = "no process group has the ranks of the chain in the order that it needs"
+    CHAIN_NO_GROUP = (
+        "no process group has the ranks of the chain in the order that it needs; "
+        "create_flattened_groups makes those that the parameters' placements ask for"
+    )
     CHECK_FAILED = "the plan did not pass the legality check"
 
 

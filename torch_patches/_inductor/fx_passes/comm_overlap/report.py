@@ -1,50 +1,15 @@
-"""What was done to a graph: a plain object, one log line, counters and a trace artifact."""
+"""What was done to a graph: a plain object that needs no graph any more."""
 
 from __future__ import annotations
 
 import json
-import logging
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
-import torch.fx as fx
+from torch_patches._inductor.fx_passes.comm_overlap.explain import explain
+from torch_patches._inductor.fx_passes.comm_overlap.fusing import FusionReport
+from torch_patches._inductor.fx_passes.comm_overlap.plan import CloseReason, Refusal
 
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import CollectiveSpan
-from torch_patches._inductor.fx_passes.comm_overlap.explain import (
-    describe_module_plan,
-    explain,
-)
-from torch_patches._inductor.fx_passes.comm_overlap.graph.metrics import (
-    displaced_share,
-    max_consecutive_compute_between_reduce_scatters,
-)
-from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import report_bytes
-from torch_patches._inductor.fx_passes.comm_overlap.options import Options
-from torch_patches._inductor.fx_passes.comm_overlap.overlap import Overlapped
-from torch_patches._inductor.fx_passes.comm_overlap.plan import (
-    Bucket,
-    CloseReason,
-    Collective,
-    Plan,
-    Refusal,
-    Skeleton,
-    TagSource,
-)
-from torch_patches._inductor.fx_passes.comm_overlap.schedule_hash import (
-    schedule_hash as schedule_hash,
-)
-
-log = logging.getLogger(__name__)
-
-__all__ = [
-    "BucketReport",
-    "GroupReport",
-    "Report",
-    "build_report",
-    "emit_report",
-    "max_consecutive_compute_between_reduce_scatters",
-]
+__all__ = ["BucketReport", "FusionReport", "GroupReport", "Report", "SpanReport"]
 
 
 @dataclass(frozen=True)
@@ -103,10 +68,13 @@ class Report:
 
     Args:
         mode: the bucketing mode that ran.
+        phase: "joint" where chains were fused before the graph was split, else "post-grad".
         collectives_before, collectives_after: launches by kind.
         groups_before, groups_after: the same by kind and group, with bytes by dtype.
         told_by: collectives by who told what they carry: "descriptors" or "dynamo" (tags of the
             joint graph), "structure".
+        fusions: chains of collectives that became one.
+        saved_launches, saved_bytes: by these, as :class:`FusionReport` has it.
         buckets: every bucket made.
         refusals: every collective or bucket that was not merged, with the reason.
         max_span: the largest span of a bucket, in working nodes.
@@ -143,11 +111,15 @@ class Report:
     """
 
     mode: str
+    phase: str = "post-grad"
     collectives_before: dict[str, int] = field(default_factory=dict)
     collectives_after: dict[str, int] = field(default_factory=dict)
     groups_before: tuple[GroupReport, ...] = ()
     groups_after: tuple[GroupReport, ...] = ()
     told_by: dict[str, int] = field(default_factory=dict)
+    fusions: tuple[FusionReport, ...] = ()
+    saved_launches: int = 0
+    saved_bytes: int = 0
     buckets: tuple[BucketReport, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     max_span: int = 0
@@ -193,6 +165,11 @@ class Report:
 
     def summary(self) -> str:
         """One line for the log."""
+        if self.phase == "joint" or self.mode == "none":
+            return (
+                f"comm_overlap {self.phase} graph: {self._fused()}, launches "
+                f"{_counts(self.collectives_before)} -> {_counts(self.collectives_after)}"
+            )
         merged = sum(len(b.members) for b in self.buckets)
         closes = ", ".join(f"{self.closes.get(r.value, 0)} by {r.value}" for r in CloseReason)
         return (
@@ -203,6 +180,14 @@ class Report:
             f"max consecutive compute between reduce-scatters "
             f"{self.max_consecutive_compute_before} -> {self.max_consecutive_compute_after}, "
             f"{self.displaced_share:.1%} of nodes displaced{self._estimated()}"
+            + (f", {self._fused()}" if self.fusions else "")
+        )
+
+    def _fused(self) -> str:
+        return (
+            f"{len(self.fusions)} chains of {sum(len(f.members) for f in self.fusions)} collectives "
+            f"fused ({self.saved_launches} launches, {self.saved_bytes / (1 << 20):.1f} MiB between "
+            "them saved)"
         )
 
     def _estimated(self) -> str:
@@ -219,176 +204,3 @@ class Report:
 
 def _counts(by_kind: dict[str, int]) -> str:
     return " ".join(f"{kind}={count}" for kind, count in by_kind.items()) or "none"
-
-
-@dataclass(frozen=True, eq=False)
-class Before:
-    """What a report needs from the graph before it changes."""
-
-    nodes: tuple[fx.Node, ...]
-    max_consecutive_compute: int
-    collectives: tuple[Collective, ...]
-
-    @staticmethod
-    def of(graph: fx.Graph, skeleton: Skeleton) -> Before:
-        return Before(
-            tuple(graph.nodes),
-            max_consecutive_compute_between_reduce_scatters(graph),
-            skeleton.collectives,
-        )
-
-
-def count_launches(collectives: Sequence[Collective]) -> dict[str, int]:
-    """Launches by kind, in order of first appearance; a bucket is one launch."""
-    return dict(Counter(c.kind.value for c in collectives))
-
-
-def count_sources(collectives: Sequence[Collective]) -> dict[str, int]:
-    """Collectives by who told what they carry."""
-    sources = (c.tag.source if c.tag is not None else TagSource.STRUCTURE for c in collectives)
-    return dict(Counter(source.value for source in sources))
-
-
-def summarize_groups(collectives: Sequence[Collective]) -> tuple[GroupReport, ...]:
-    """Counts and bytes by kind and group."""
-    by_group: dict[tuple[str, str], list[Collective]] = {}
-    for collective in collectives:
-        by_group.setdefault((collective.kind.value, collective.group), []).append(collective)
-    return tuple(
-        GroupReport(
-            kind, group, len(members), sum(c.size_bytes for c in members), _bytes_by_dtype(members)
-        )
-        for (kind, group), members in by_group.items()
-    )
-
-
-def _bytes_by_dtype(collectives: Sequence[Collective]) -> dict[str, int]:
-    result: Counter[str] = Counter()
-    for collective in collectives:
-        dtype = str(collective.key.dtype).removeprefix("torch.") if collective.key else "unknown"
-        larger = max(report_bytes(collective.input_bytes), report_bytes(collective.output_bytes))
-        result[dtype] += larger
-    return dict(result)
-
-
-def describe_bucket(bucket: Bucket) -> BucketReport:
-    """A bucket by names and numbers, without nodes."""
-    return BucketReport(
-        kind=bucket.key.kind.value,
-        group=bucket.key.group,
-        dtype=str(bucket.key.dtype).removeprefix("torch."),
-        reduce_op=bucket.key.reduce_op,
-        form=bucket.form.value,
-        members=tuple(member.start.name for member in bucket.members),
-        size_bytes=bucket.size_bytes,
-        span=bucket.span,
-        close_reason=bucket.close_reason.value,
-        label=bucket.label,
-    )
-
-
-def build_report(
-    options: Options,
-    before: Before,
-    plan: Plan,
-    graph: fx.Graph,
-    after: Skeleton,
-) -> Report:
-    """Assembles the report of a run whose plan has been applied to ``graph``."""
-    buckets = tuple(describe_bucket(bucket) for bucket in plan.buckets)
-    share = displaced_share(before.nodes, tuple(graph.nodes))
-    return Report(
-        mode=options.bucketing_mode,
-        collectives_before=count_launches(before.collectives),
-        collectives_after=count_launches(after.collectives),
-        groups_before=summarize_groups(before.collectives),
-        groups_after=summarize_groups(after.collectives),
-        told_by=count_sources(before.collectives),
-        buckets=buckets,
-        refusals=plan.refusals,
-        max_span=max((b.span for b in buckets), default=0),
-        max_topo_span=options.max_topo_span,
-        closes=dict(Counter(b.close_reason for b in buckets)),
-        displaced_share=share,
-        moved=round(share * _count_surviving(before.nodes, graph)),
-        max_consecutive_compute_before=before.max_consecutive_compute,
-        max_consecutive_compute_after=max_consecutive_compute_between_reduce_scatters(graph),
-        operations=plan.operations,
-        schedule_hash=schedule_hash(after),
-    )
-
-
-def _count_surviving(before: Sequence[fx.Node], graph: fx.Graph) -> int:
-    known = set(before)
-    return sum(node in known and node.op == "call_function" for node in graph.nodes)
-
-
-def with_forecasts(report: Report, overlapped: Overlapped) -> Report:
-    """The report with what the estimates expect of the graph before and after."""
-    before, after = overlapped.before, overlapped.after
-    return replace(
-        report,
-        estimates=after.model.describe(),
-        way=overlapped.way,
-        total_ms_before=before.timeline.total_ms,
-        total_ms_after=after.timeline.total_ms,
-        exposed_ms_before=before.timeline.exposed_ms,
-        exposed_ms_after=after.timeline.exposed_ms,
-        exposed_by_group_before=before.timeline.exposed_by_group(),
-        exposed_by_group_after=after.timeline.exposed_by_group(),
-        compute_ms_before=before.timeline.compute_ms,
-        compute_ms_after=after.timeline.compute_ms,
-        peak_bytes_before=before.peak_bytes,
-        peak_bytes_after=after.peak_bytes,
-        held_peak_bytes_before=before.held_peak_bytes,
-        held_peak_bytes_after=after.held_peak_bytes,
-        spans=tuple(map(_describe_span, after.timeline.spans)),
-    )
-
-
-def _describe_span(span: CollectiveSpan) -> SpanReport:
-    longest = sorted(span.hidden_by, key=lambda hiding: -hiding.ms)[:8]
-    return SpanReport(
-        start=span.collective.start.name,
-        kind=span.collective.kind.value,
-        group=span.collective.group,
-        start_ms=span.start_ms,
-        end_ms=span.end_ms,
-        exposed_ms=span.exposed_ms,
-        hidden_ms=span.hidden_ms,
-        hidden_by=tuple(hiding.node.name for hiding in longest),
-    )
-
-
-def emit_report(report: Report) -> None:
-    """One INFO line, counters in ``counters["inductor"]`` and a ``trace_structured`` artifact.
-
-    The log record carries the whole object as ``record.report``, for a handler of the user's.
-
-    Counters add up over graphs, except those named ``max``, which keep the largest (0 for a
-    ``max_topo_span`` of None).
-    """
-    from torch._dynamo.utils import counters
-    from torch._logging import trace_structured
-
-    log.info("%s", report.summary(), extra={"report": report})
-    if report.module_plan:
-        log.info("%s", "\n".join(describe_module_plan(report)))
-    counts = counters["inductor"]
-    counts["comm_overlap_graphs"] += 1
-    counts["comm_overlap_buckets"] += len(report.buckets)
-    counts["comm_overlap_bucket_members"] += sum(len(b.members) for b in report.buckets)
-    for reason, count in report.closes.items():
-        counts[f"comm_overlap_closed_by_{reason}"] += count
-    for name, value in (
-        ("max_span", report.max_span),
-        ("max_topo_span", report.max_topo_span or 0),
-        ("max_consecutive_compute_before", report.max_consecutive_compute_before),
-        ("max_consecutive_compute_after", report.max_consecutive_compute_after),
-    ):
-        counts[f"comm_overlap_{name}"] = max(counts[f"comm_overlap_{name}"], value)
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": "comm_overlap_report", "encoding": "json"},
-        payload_fn=report.to_json,
-    )

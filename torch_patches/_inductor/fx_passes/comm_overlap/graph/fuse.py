@@ -1,4 +1,8 @@
-"""Makes one collective of a chain: the last one takes over the first one's payload."""
+"""Makes one collective of a chain: the last one takes over the first one's payload.
+
+A gather stands where the last one stood, a reduce-scatter where the first one did, start and wait: what
+is alive in between is the smaller tensor, as before.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import torch
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import first_argument
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, CollectiveKind
 
 aten = torch.ops.aten
 
@@ -20,7 +24,7 @@ def fuse_chain(
     arguments: tuple[Any, ...],
     rows: int | torch.SymInt | None,
 ) -> None:
-    """Changes ``graph`` in place; the last start and wait stay where they are, with their tags.
+    """Changes ``graph`` in place; the last start and wait stay, with their tags.
 
     Args:
         arguments: of the one collective.
@@ -33,6 +37,9 @@ def fuse_chain(
     assert isinstance(payload, fx.Node)
     start, wait = last.start, last.waits[0]
     start.args, start.kwargs = arguments, {}
+    if first.kind is CollectiveKind.REDUCE_SCATTER:
+        first.start.append(start)
+        first.waits[0].append(wait)
     if rows is not None:
         _give_shape(graph, start, wait, (rows, *payload.meta["val"].shape[1:]))
     _erase_unread(graph, passed_on, payload)
@@ -41,11 +48,13 @@ def fuse_chain(
 def _give_shape(
     graph: fx.Graph, start: fx.Node, wait: fx.Node, shape: tuple[int | torch.SymInt, ...]
 ) -> None:
-    """Start and wait with the shape of one collective, and a view of the chain's behind them."""
+    """Start and wait with the shape of one collective, and a view of the chain's behind them, of
+    which one size at most is symbolic."""
     value = wait.meta["val"]
     readers = list(wait.users)
+    sizes = [size if isinstance(size, int) else -1 for size in value.shape]
     with graph.inserting_after(wait):
-        view = graph.call_function(aten.view.default, (wait, list(value.shape)))
+        view = graph.call_function(aten.view.default, (wait, sizes))
     view.meta.update({**wait.meta, "val": value})
     for reader in readers:
         reader.replace_input_with(wait, view)

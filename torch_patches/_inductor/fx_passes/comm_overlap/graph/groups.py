@@ -89,6 +89,11 @@ class RegisteredGroups:
                 self._members[name] = tuple(dist.get_process_group_ranks(group))
                 self._backends[name] = str(world.pg_backend_config.get(group))
 
+    def describe(self) -> str:
+        """All that decides here, as text: equal text, equal answers."""
+        facts = [(name, ranks, self._backends[name]) for name, ranks in self._members.items()]
+        return repr((self.rank, facts))
+
     def ranks(self, group: str) -> tuple[int, ...] | None:
         """Global ranks of a group in its order; None where this process is not in it."""
         return self._members.get(group)

@@ -10,7 +10,8 @@ never touch an element, so the map is exact for any size, and what it says holds
 Digits that lie in memory like one are one (``_merged``), which makes the list of all of a tensor's
 digits unique for its map: two maps are equal exactly if their merged digits are.
 
-Sizes may be symbolic (sympy expressions).  A symbolic digit is never cut.
+Sizes may be symbolic (sympy expressions).  A digit is cut where the parts are whole numbers whatever the
+symbols are.
 """
 
 from __future__ import annotations
@@ -119,15 +120,24 @@ def _take(left: list[Digit], size: Extent) -> tuple[Digit, ...] | None:
         if digit.size == size:
             taken.append(digit)
             break
-        if not (isinstance(digit.size, int) and isinstance(size, int)):
-            return None
-        if size % digit.size == 0:
+        rest, above = _quotient(size, digit.size), _quotient(digit.size, size)
+        if rest is not None:
             taken.append(digit)
-            size //= digit.size
-        elif digit.size % size == 0:
+            size = rest
+        elif above is not None:
             taken.append(Digit(size, digit.source, digit.stride))
-            left.append(Digit(digit.size // size, digit.source, digit.stride * size))
+            left.append(Digit(above, digit.source, digit.stride * size))
             break
         else:
             return None
     return tuple(reversed(taken))
+
+
+def _quotient(size: Extent, divisor: Extent) -> Extent | None:
+    """``size / divisor`` where that is a whole number whatever the symbols are."""
+    if isinstance(size, int) and isinstance(divisor, int):
+        return size // divisor if size % divisor == 0 else None
+    quotient, rest = (size / divisor).as_numer_denom()
+    if rest != 1:
+        return None
+    return int(quotient) if quotient.is_Integer else quotient

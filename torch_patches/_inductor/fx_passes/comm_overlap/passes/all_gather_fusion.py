@@ -132,8 +132,15 @@ def _fuse(links: Sequence[Link], groups: Groups, writes: _Writes) -> Fusion | Re
         return proof
     for name, ranks in groups.like(links[0].collective.group, math.prod(sizes)):
         if _is_grid(ranks, proof.coordinates, known, groups.rank):
-            return Fusion(tuple(links), name, ranks, proof.shape)
+            fusion = Fusion(tuple(links), name, ranks, proof.shape)
+            return fusion if _has_sayable_shape(fusion) else RefusalReason.CHAIN_SYMBOLIC
     return RefusalReason.CHAIN_NO_GROUP
+
+
+def _has_sayable_shape(fusion: Fusion) -> bool:
+    """A view of the one result needs its sizes as numbers, but for one."""
+    symbolic = [size for size in fusion.shape if not isinstance(size, int)]
+    return len(symbolic) < 2 or _rows(fusion) is None
 
 
 def _obstacle(links: Sequence[Link], writes: _Writes) -> RefusalReason | None:
@@ -147,6 +154,8 @@ def _obstacle(links: Sequence[Link], writes: _Writes) -> RefusalReason | None:
     refused = next((m.refusal for m in members if m.refusal is not None), None)
     if refused is not None:
         return refused
+    if len(last.waits) != 1:
+        return RefusalReason.CHAIN_USERS
     keys = [m.key for m in members if m.key is not None]
     if len(keys) < len(members):
         return RefusalReason.NO_METADATA
@@ -154,12 +163,19 @@ def _obstacle(links: Sequence[Link], writes: _Writes) -> RefusalReason | None:
         return RefusalReason.CHAIN_DTYPE
     if len({key.reduce_op for key in keys}) != 1 or keys[0].reduce_op not in (None, "sum", "avg"):
         return RefusalReason.CHAIN_OP
-    if len({m.backward for m in members}) != 1 or writes.lie_between(first, last, members):
+    if len({(m.backward, _policy(m)) for m in members}) != 1:
+        return RefusalReason.CHAIN_PHASE
+    if writes.lie_between(first, last, members):
         return RefusalReason.CHAIN_MUTATION
     gathers = first.kind is CollectiveKind.ALL_GATHER
     if is_cut_behind(last.waits[0]) if gathers else is_padded_in_front(first.start):
         return RefusalReason.CHAIN_UNEVEN
     return None
+
+
+def _policy(collective: Collective) -> tuple[object, ...]:
+    """What the partitioner shall recompute: gathering in steps may be meant to keep one of them."""
+    return tuple(n.meta.get("recompute") for n in (collective.start, collective.waits[0]))
 
 
 class _Writes:

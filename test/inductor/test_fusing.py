@@ -1,0 +1,398 @@
+"""The flags that fuse chained collectives: where they act, what they leave, what is told.
+
+A world of eight with a 4 x 2 mesh: the default group has all of its ranks in row-major order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import CheckpointPolicy
+
+import torch_patches
+from torch_patches import _compat, _hooks, config, mesh_groups
+from torch_patches._inductor.fx_passes.comm_overlap import fusing, notices, pipeline
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import op_name
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
+from torch_patches._inductor.fx_passes.comm_overlap.plan import RefusalReason
+from torch_patches.testing.eager_backend import post_grad_eager
+from torch_patches.testing.graph_builder import GraphBuilder
+from torch_patches.testing.models import Llama, ModelConfig, fully_shard_simple
+
+aten = torch.ops.aten
+PREFIX = config.PREFIX
+GATHERS = Options(fuse_chained_all_gathers=True)
+BOTH = Options(fuse_chained_all_gathers=True, fuse_chained_reduce_scatters=True)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        yield init_device_mesh("cpu", (4, 2), mesh_dim_names=("outer", "inner"))
+    finally:
+        dist.destroy_process_group()
+
+
+def names(mesh: DeviceMesh) -> tuple[str, str]:
+    outer, inner = mesh.get_all_groups()
+    return str(outer.group_name), str(inner.group_name)
+
+
+def chains(mesh: DeviceMesh, count: int = 2) -> fx.GraphModule:
+    """Weights gathered over both dimensions, and gradients scattered over both."""
+    outer, inner = names(mesh)
+    b = GraphBuilder()
+    x, waits = b.placeholder(16, 16), []
+    for _ in range(count):
+        wait = b.gather_and_wait(b.placeholder(2, 16), 2, inner)
+        x = b.call(aten.mm, x, b.gather_and_wait(wait, 4, outer))
+        wait = b.scatter_and_wait(x, "avg", 4, outer)
+        waits.append(b.scatter_and_wait(wait, "avg", 2, inner))
+    return b.output(x, *waits)
+
+
+def launches(gm: fx.GraphModule) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for c in collect(gm.graph).collectives:
+        found[c.kind.value] = found.get(c.kind.value, 0) + 1
+    return found
+
+
+# -- where they act -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "gathers", "scatters"),
+    [
+        (Options(), 4, 4),
+        (GATHERS, 2, 4),
+        (Options(fuse_chained_reduce_scatters=True), 4, 2),
+        (BOTH, 2, 2),
+    ],
+)
+def test_each_flag_fuses_its_own_kind(
+    mesh: DeviceMesh, options: Options, gathers: int, scatters: int
+) -> None:
+    for run in (pipeline.run_joint, pipeline.run_post_grad):
+        gm = chains(mesh)
+        run(gm.graph, options)
+        assert launches(gm) == {"all_gather": gathers, "reduce_scatter": scatters}
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+@pytest.mark.parametrize("mode", ["topo_span", "transformer_block", "auto"])
+def test_what_is_fused_is_bucketed(mesh: DeviceMesh, mode: str) -> None:
+    gm = chains(mesh)
+    report = torch_patches.optimize_graph(
+        gm, bucketing_mode=mode, fuse_chained_all_gathers=True, fuse_chained_reduce_scatters=True
+    )
+    assert launches(gm) in (
+        {"all_gather": 1, "reduce_scatter": 1},
+        {"all_gather": 1, "reduce_scatter": 2},
+        {"all_gather": 2, "reduce_scatter": 1},
+    )
+    assert report.collectives_before == {"all_gather": 4, "reduce_scatter": 4}
+    assert report.saved_launches == 4
+
+
+def test_a_second_run_changes_nothing(mesh: DeviceMesh) -> None:
+    gm = chains(mesh)
+    pipeline.run_post_grad(gm.graph, BOTH)
+    before = str(gm.graph)
+    report = pipeline.run_post_grad(gm.graph, BOTH)
+    assert str(gm.graph) == before
+    assert report is not None
+    assert report.fusions == ()
+
+
+def test_in_a_compile_with_bucketing_none(mesh: DeviceMesh) -> None:
+    """Forward and backward launch half; torch's own flags stay as they are."""
+    model = Llama(ModelConfig(layers=1))
+    fully_shard_simple(model, mesh, placements=(Shard(0), Shard(0)))
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    counters.clear()
+    flags = {
+        PREFIX + "fuse_chained_all_gathers": True,
+        PREFIX + "fuse_chained_reduce_scatters": True,
+    }
+    torch._dynamo.reset()
+    with inductor_config.patch(flags):
+        torch.compile(model, backend=post_grad_eager, fullgraph=True)(tokens, tokens).backward()
+    # Nine tensors in the block, embedding, norm, head: fused in the joint graph, once.
+    assert counters["inductor"]["comm_overlap_fused_chains"] == 24
+    assert counters["inductor"]["comm_overlap_saved_launches"] == 24
+    assert counters["inductor"]["comm_overlap_graphs"] == 0
+
+
+def test_bucketing_none_leaves_torchs_own_flags_alone(mesh: DeviceMesh) -> None:
+    user = {PREFIX + "fuse_chained_all_gathers": True, PREFIX + "enable_overlap_scheduling": True}
+    patches = _hooks.compile_patches(None, user)
+    assert patches is not None
+    assert patches[PREFIX + "enable_overlap_scheduling"] is True
+    of_torch = {flag.full_name for flag in config.FLAGS if flag.of_torch}
+    assert set(patches) & of_torch == {PREFIX + "enable_overlap_scheduling"}
+    assert not any(name.startswith("bucket_") for name in patches)
+    assert _hooks.compile_patches(None, {}) is None
+
+
+def test_rank_lists_are_in_the_cache_key(mesh: DeviceMesh) -> None:
+    """Two groups with equal names and sizes, and other ranks; only where they decide."""
+    world = dist.distributed_c10d._world
+    group = mesh.get_group("inner")
+
+    def digests() -> tuple[str, str]:
+        return _hooks.metadata_digest(None, GATHERS), _hooks.metadata_digest(None, Options("auto"))
+
+    before = digests()
+    world.pg_group_ranks[group] = {0: 0, 3: 1}
+    assert digests()[0] != before[0]
+    assert digests()[1] == before[1]
+
+
+# -- what they leave ------------------------------------------------------------------------------
+
+
+def test_gathers_that_the_backward_repeats_in_part_stay_two(mesh: DeviceMesh) -> None:
+    """Keeping what was gathered inside a node is what gathering in steps is for."""
+    gm = chains(mesh, count=1)
+    gathers = [c for c in collect(gm.graph).collectives if c.kind.value == "all_gather"]
+    gathers[1].waits[0].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    report = pipeline.run_joint(gm.graph, GATHERS)
+    assert report is not None
+    assert [r.reason for r in report.refusals] == [RefusalReason.CHAIN_PHASE]
+    for gather in gathers:
+        for node in (gather.start, gather.waits[0]):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    pipeline.run_joint(gm.graph, GATHERS)
+    assert launches(gm)["all_gather"] == 1
+
+
+def test_a_second_wait_for_the_last_result(mesh: DeviceMesh) -> None:
+    outer, inner = names(mesh)
+    b = GraphBuilder()
+    wait = b.gather_and_wait(b.placeholder(2, 6), 2, inner)
+    last = b.all_gather(b.call(aten.view, wait, [2, 12]), 4, outer)
+    gm = b.output(b.wait(last), b.wait(last))
+    pipeline.run_post_grad(gm.graph, GATHERS)
+    assert launches(gm) == {"all_gather": 2}
+
+
+def test_a_scatter_stands_where_the_first_one_stood(mesh: DeviceMesh) -> None:
+    """Else the whole gradient would live until the second one started."""
+    outer, inner = names(mesh)
+    b = GraphBuilder()
+    x = b.placeholder(16, 16)
+    wait = b.scatter_and_wait(x, "sum", 4, outer)
+    y = b.call(aten.mm, x, x)
+    b.output(b.scatter_and_wait(wait, "sum", 2, inner), y)
+    gm = fx.GraphModule({}, b.graph)
+    pipeline.run_post_grad(gm.graph, BOTH)
+    order = [op_name(n.target) for n in gm.graph.nodes if n.op == "call_function"]
+    assert order == ["reduce_scatter_tensor", "wait_tensor", "mm"]
+
+
+def test_a_view_behind_says_one_symbolic_size(mesh: DeviceMesh) -> None:
+    """FX arguments stay numbers and nodes: two unknown sizes cannot be written down."""
+    outer, inner = names(mesh)
+    for columns, count in ((6, 1), (None, 2)):
+        b = GraphBuilder(FakeTensorMode(shape_env=ShapeEnv()))
+        rows = b.symbol(2).meta["val"]
+        last = columns or b.symbol(6).meta["val"]
+        wait = b.gather_and_wait(b.placeholder(rows, last), 2, inner)
+        wait = b.gather_and_wait(b.call(aten.unsqueeze, wait, 1), 4, outer)
+        gm = b.output(wait)
+        report = pipeline.run_post_grad(gm.graph, GATHERS)
+        assert launches(gm) == {"all_gather": count}
+        assert report is not None
+        for node in gm.graph.nodes:
+            flat: list[Any] = []
+            fx.node.map_aggregate((node.args, node.kwargs), flat.append)
+            assert not any(isinstance(value, torch.SymInt) for value in flat)
+
+
+# -- what is told ---------------------------------------------------------------------------------
+
+
+def test_the_report_and_the_log_line(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="torch_patches"):
+        report = pipeline.run_post_grad(chains(mesh).graph, GATHERS)
+    assert report is not None
+    # Results in between: 4 x 16 floats each.
+    assert (report.saved_launches, report.saved_bytes) == (2, 2 * 4 * 16 * 4)
+    assert [(f.kind, f.group, f.group_size, len(f.members)) for f in report.fusions] == [
+        ("all_gather", "0", 8, 2),
+    ] * 2
+    (line,) = caplog.messages
+    assert line == (
+        "comm_overlap post-grad graph: 2 chains of 4 collectives fused (2 launches, 0.0 MiB between "
+        "them saved), launches all_gather=4 reduce_scatter=4 -> all_gather=2 reduce_scatter=4"
+    )
+    assert (
+        "all_gather of 8 ranks on 0 instead of all_gather_into_tensor_default, " in report.explain()
+    )
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_expected_times_are_those_of_the_graph_given(mesh: DeviceMesh) -> None:
+    plain = torch_patches.optimize_graph(chains(mesh), bucketing_mode="auto")
+    fused = torch_patches.optimize_graph(
+        chains(mesh),
+        bucketing_mode="auto",
+        fuse_chained_all_gathers=True,
+        fuse_chained_reduce_scatters=True,
+    )
+    assert fused.total_ms_before == plain.total_ms_before
+    assert fused.total_ms_after < plain.total_ms_after
+    assert fused.summary().endswith("(4 launches, 0.0 MiB between them saved)")
+
+
+@pytest.mark.parametrize("where", ["apply_fusions", "plan_fusions"])
+def test_a_failure_leaves_the_chains_and_says_so_once(
+    mesh: DeviceMesh,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: str,
+) -> None:
+    """Half way through; bucketing goes on."""
+    real = getattr(fusing, where)
+
+    def fail(*args: Any) -> None:
+        real(*args)
+        raise ValueError("for a test")
+
+    monkeypatch.setattr(fusing, where, fail)
+    with pytest.raises(ValueError, match="for a test"):
+        pipeline.run_post_grad(chains(mesh).graph, BOTH)
+    monkeypatch.setenv(notices.STRICT_VARIABLE, "0")
+    notices.warn_unfused.cache_clear()
+    gm = chains(mesh)
+    before = str(gm.graph)
+    for run in (pipeline.run_joint, pipeline.run_post_grad):
+        run(gm.graph, BOTH)
+    assert str(gm.graph) == before
+    (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "fuse_chained_all_gathers" in warning.getMessage()
+    report = pipeline.run_post_grad(gm.graph, Options("topo_span", fuse_chained_all_gathers=True))
+    assert report is not None
+    assert report.buckets
+
+
+def test_causes_of_one_rank_raise(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setenv(notices.STRICT_VARIABLE, "0")
+    monkeypatch.setattr(fusing, "apply_fusions", fail)
+    for run in (pipeline.run_joint, pipeline.run_post_grad):
+        with pytest.raises(MemoryError):
+            run(chains(mesh).graph, BOTH)
+
+
+# -- groups that are made -------------------------------------------------------------------------
+
+
+class Weight(nn.Module):
+    """One parameter, sharded as told."""
+
+    def __init__(self, mesh: DeviceMesh, *placements: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(16, 4), mesh, placements))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.full_tensor()
+
+
+def members() -> list[list[int]]:
+    return sorted(
+        dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_names
+    )
+
+
+def compile_weight(model: nn.Module, **flags: bool) -> None:
+    torch._dynamo.reset()
+    with inductor_config.patch({PREFIX + name: value for name, value in flags.items()}):
+        torch.compile(model, backend=post_grad_eager, fullgraph=True)(torch.randn(2, 16))
+
+
+CREATE = {"fuse_chained_all_gathers": True, "create_flattened_groups": True}
+
+
+def test_a_group_is_made_where_the_flag_allows(mesh: DeviceMesh) -> None:
+    """Dimensions 0 and 2 of a 2 x 2 x 2 mesh: no group has just their ranks."""
+    cube = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    model = Weight(cube, Shard(0), Replicate(), Shard(0))
+    before = members()
+    compile_weight(model, fuse_chained_all_gathers=True)
+    assert members() == before
+    counters.clear()
+    compile_weight(model, **CREATE)
+    assert members() == sorted([*before, [0, 1, 4, 5]])
+    assert counters["inductor"]["comm_overlap_saved_launches"] == 1
+    compile_weight(model, **CREATE)
+    assert members() == sorted([*before, [0, 1, 4, 5]])
+
+
+def test_no_group_is_made_where_one_is_or_none_is_needed(mesh: DeviceMesh) -> None:
+    before = members()
+    compile_weight(Weight(mesh, Shard(0), Shard(0)), **CREATE)  # the default group
+    compile_weight(Weight(mesh, Shard(0), Shard(1)), **CREATE)
+    compile_weight(Weight(mesh, Replicate(), Shard(0)), **CREATE)
+    assert members() == before
+
+
+def test_the_order_of_shards_is_the_order_of_ranks(mesh: DeviceMesh) -> None:
+    """Cut by the inner dimension first: ranks 0 2 4 6 1 3 5 7, where torch keeps an order at all."""
+    wanted = mesh_groups._Wanted(mesh, (1, 0))
+    assert wanted.ranks() == (0, 2, 4, 6, 1, 3, 5, 7)
+    before = members()
+    name = mesh_groups._create(wanted)
+    if _compat.torch_release() < (2, 12):
+        assert name is None
+        assert members() == before
+    else:
+        assert members() == sorted([*before, [0, 2, 4, 6, 1, 3, 5, 7]])
+        assert mesh_groups._create(wanted) is None
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_a_graph_that_holds_its_mesh(mesh: DeviceMesh) -> None:
+    """Of a bare graph, dimensions come from its chains: here from the last to the first."""
+    if _compat.torch_release() < (2, 12):
+        pytest.skip("torch 2.11 sorts the ranks of a group")
+    outer, inner = names(mesh)
+    b = GraphBuilder()
+    wait = b.gather_and_wait(b.placeholder(2, 6), 4, outer)
+    wait = b.gather_and_wait(wait, 2, inner)
+    b.opaque_placeholder("mesh", mesh)
+    gm = b.output(wait)
+    report = torch_patches.optimize_graph(gm, bucketing_mode="topo_span", **CREATE)
+    assert report.saved_launches == 1
+    (gather,) = collect(gm.graph).collectives
+    group = dist.distributed_c10d._resolve_process_group(gather.group)
+    assert dist.get_process_group_ranks(group) == [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def test_the_flag_alone_has_no_effect(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    config._warn_unread.cache_clear()
+    before = members()
+    model = Weight(init_device_mesh("cpu", (2, 2, 2)), Shard(0), Replicate(), Shard(0))
+    before = members()
+    compile_weight(model, create_flattened_groups=True)
+    assert members() == before
+    assert "create_flattened_groups: no effect with fuse_chained_all_gathers" in caplog.text
