@@ -39,6 +39,7 @@ patches nothing and runs only where it is named.
 from __future__ import annotations
 
 import difflib
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -196,7 +197,11 @@ def _cache_key(gm: fx.GraphModule, compilers: _Compilers) -> dict[str, object]:
     knows neither our options nor the partitioner.
     """
     metadata = _hooks.metadata_digest(gm, compilers.settings.options, compilers.inputs)
-    parts = (NAME, pipeline.source_digest(), metadata, repr(compilers.settings))
+    parts = [NAME, pipeline.source_digest(), metadata, repr(compilers.settings)]
+    if compilers.settings.options.cross_rank_check != "off":
+        parts.append(
+            uuid.uuid4().hex
+        )  # a rank that comes from a cache would not talk to the others
     return {config.DIGEST_FLAG: ":".join(parts)}
 
 

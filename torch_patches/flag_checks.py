@@ -13,6 +13,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import (
 )
 
 BUCKETING_MODES = ("none", "topo_span", "transformer_block", "modules", "auto")
+CROSS_RANK_CHECKS = ("off", "warn", "error", "agree")
 BUCKET_MODES = (None, "default", "coalesced")
 
 

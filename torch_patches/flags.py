@@ -18,6 +18,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.options import (
 from torch_patches.flag_checks import (
     BUCKET_MODES,
     BUCKETING_MODES,
+    CROSS_RANK_CHECKS,
     check_bool,
     check_bucket_mode,
     check_bucketing_mode,
@@ -336,6 +337,17 @@ FLAGS: tuple[Flag, ...] = (
         doc="When a compile starts, make the process groups over several mesh dimensions that its "
         "parameters are sharded by, where no group has these ranks in the order needed. All ranks of "
         "such a group must compile the same models in the same order, or they wait for each other.",
+    ),
+    Flag(
+        name="cross_rank_check",
+        default="off",
+        value_type=Literal["off", "warn", "error", "agree"],
+        check=one_of(CROSS_RANK_CHECKS),
+        allowed=f"one of {quoted(CROSS_RANK_CHECKS)}",
+        doc="Compares what ranks decided over each process group of a graph, once for a compile: "
+        "where they would launch different collectives, 'warn' says so, 'error' raises, 'agree' makes "
+        "all take the first rank's plan or, if that does not fit all, none. Compiles are not cached "
+        "then, and all ranks of a graph's groups must compile it.",
     ),
     Flag(
         name="custom_runtime_estimation",

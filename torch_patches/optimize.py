@@ -60,6 +60,7 @@ def optimize_graph(
     fuse_chained_all_gathers: bool = FROM_FLAG,
     fuse_chained_reduce_scatters: bool = FROM_FLAG,
     create_flattened_groups: bool = FROM_FLAG,
+    cross_rank_check: str = FROM_FLAG,
     custom_runtime_estimation: CustomEstimation | None = FROM_FLAG,
 ) -> Report:
     """Merges and schedules the collectives of ``gm`` in place and recompiles it.
@@ -105,6 +106,8 @@ def optimize_graph(
         fuse_chained_reduce_scatters: the same for reduce-scatters, whose sums then round otherwise.
         create_flattened_groups: make the process groups this needs, if ``gm`` holds the DTensors or
             meshes that tell them; all their ranks must call.
+        cross_rank_check: "off", or what to do where ranks decide differently: "warn", "error" or
+            "agree"; all ranks of the graph's groups must call.
         custom_runtime_estimation: ``fn(node, override_size_bytes | None) -> ms | None``.
 
     Each argument left out takes the value of the flag
@@ -119,6 +122,7 @@ def optimize_graph(
         EstimationError, CalibrationError: the estimation or the table is no good.
         ModulePlanError: entries of the plan match one parameter twice, or nothing.
         ModuleStackError: ``module_stack_fn`` failed.
+        CrossRankError: ranks decided differently, and ``cross_rank_check`` is "error".
         OSError, MemoryError, RecursionError: causes local to this rank.
     """
     given = {
@@ -148,6 +152,7 @@ def optimize_graph(
         "fuse_chained_all_gathers": fuse_chained_all_gathers,
         "fuse_chained_reduce_scatters": fuse_chained_reduce_scatters,
         "create_flattened_groups": create_flattened_groups,
+        "cross_rank_check": cross_rank_check,
         "custom_runtime_estimation": custom_runtime_estimation,
     }
     arguments = {name: value for name, value in given.items() if value is not FROM_FLAG}

@@ -15,7 +15,7 @@ from torch.testing import FileCheck
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_patches  # noqa: F401  registers the flags
-from torch_patches._inductor.fx_passes.comm_overlap import notices, pipeline
+from torch_patches._inductor.fx_passes.comm_overlap import changing, notices
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
 c10d = torch.ops._c10d_functional
@@ -131,7 +131,7 @@ def test_graph_that_cannot_be_handled_compiles_unchanged_with_one_warning(monkey
 
     monkeypatch.setenv(notices.STRICT_VARIABLE, "0")
     notices.warn_untouched.cache_clear()
-    monkeypatch.setattr(pipeline, "apply_plan", fail)
+    monkeypatch.setattr(changing, "apply_plan", fail)
     with caplog.at_level(logging.WARNING, logger="torch_patches"):
         codes = [code_of(**{MODE: "topo_span", "force_disable_caches": True}) for _ in range(2)]
     body = plain[plain.index("def call") : plain.index("def benchmark")]

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.fx as fx
 
-from torch_patches._inductor.fx_passes.comm_overlap import pipeline
+from torch_patches._inductor.fx_passes.comm_overlap import changing
 from torch_patches._inductor.fx_passes.comm_overlap.graph import (
     emit_coalesced,
     emit_copying,
@@ -191,7 +191,7 @@ def test_an_exception_in_a_pass_is_noticed(monkeypatch: Patch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no plan")
 
-    monkeypatch.setitem(pipeline.PLANNERS, "topo_span", fail)
+    monkeypatch.setitem(changing.PLANNERS, "topo_span", fail)
     assert "no plan" in str(broken(two_gathers, COPY))
 
 
@@ -201,7 +201,7 @@ def test_a_plan_that_reads_names_differs_between_ranks(monkeypatch: Patch) -> No
         named_so = skeleton.collectives[0].start.name.startswith("all_gather")
         return plan if named_so else dataclasses.replace(plan, buckets=())
 
-    monkeypatch.setitem(pipeline.PLANNERS, "topo_span", by_name)
+    monkeypatch.setitem(changing.PLANNERS, "topo_span", by_name)
     assert broken(two_gathers, COPY).letter == "c"
 
 
@@ -213,7 +213,7 @@ def test_a_merge_across_a_fence_is_noticed(monkeypatch: Patch) -> None:
         flat = [dataclasses.replace(c, segment=0, wait_segment=0) for c in skeleton.collectives]
         return dataclasses.replace(skeleton, collectives=tuple(flat), barriers=())
 
-    monkeypatch.setattr(pipeline, "collect", blind)
+    monkeypatch.setattr(changing, "collect", blind)
     assert broken(fenced_gathers, COPY).letter == "d"
 
 
@@ -237,7 +237,7 @@ def test_a_plan_that_changes_from_run_to_run_is_noticed(monkeypatch: Patch) -> N
         plan = topo_span.plan_topo_span(skeleton, contracted, options)
         return dataclasses.replace(plan, buckets=()) if next(runs) % 3 == 1 else plan
 
-    monkeypatch.setitem(pipeline.PLANNERS, "topo_span", moody)
+    monkeypatch.setitem(changing.PLANNERS, "topo_span", moody)
     assert broken(two_gathers, COPY).letter == "e"
 
 

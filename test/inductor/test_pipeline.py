@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from torch_patches._inductor.fx_passes.comm_overlap import notices, pipeline
+from torch_patches._inductor.fx_passes.comm_overlap import changing, notices, pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph import rewrite
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
@@ -128,11 +128,11 @@ class TestDeterminism:
 
 
 STAGES = {
-    "collect": (pipeline, "collect"),
-    "contract": (pipeline, "contract"),
-    "check": (pipeline, "check_plan"),
-    "apply": (pipeline, "apply_plan"),
-    "side effects": (pipeline, "check_fences"),
+    "collect": (changing, "collect"),
+    "contract": (changing, "contract"),
+    "check": (changing, "check_plan"),
+    "apply": (changing, "apply_plan"),
+    "side effects": (changing, "check_fences"),
     "apply half way": (rewrite, "smallest_order"),
 }
 
@@ -186,7 +186,7 @@ class TestReportFailure:
         def fail(*args, **kwargs):
             raise error
 
-        monkeypatch.setattr(pipeline, "build_report", fail)
+        monkeypatch.setattr(changing, "build_report", fail)
         gm = small_graph()
         with caplog.at_level(logging.WARNING, logger="torch_patches"):
             pipeline.optimize_graph(gm, TOPO_SPAN)

@@ -11,6 +11,11 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import col
 from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import RegisteredGroups
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import report_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
+from torch_patches._inductor.fx_passes.comm_overlap.notices import (
+    RANK_LOCAL_ERRORS,
+    raise_if_strict,
+    warn_unfused,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.all_gather_fusion import (
     Fusion,
@@ -49,6 +54,21 @@ class Fused:
 
     fusions: tuple[FusionReport, ...] = ()
     refusals: tuple[Refusal, ...] = ()
+
+
+def fuse_or_leave(graph: fx.Graph, options: Options) -> Fused:
+    """Chains as one, where a flag asks for it; a graph that cannot be handled stays, with one
+    warning."""
+    if not options.fuses:
+        return Fused()
+    try:
+        return fuse_chains(graph, options)
+    except RANK_LOCAL_ERRORS:
+        raise
+    except Exception as error:
+        raise_if_strict(error)
+        warn_unfused(f"{type(error).__name__}: {error}")
+        return Fused()
 
 
 def fuse_chains(graph: fx.Graph, options: Options) -> Fused:

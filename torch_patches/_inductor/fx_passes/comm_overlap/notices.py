@@ -6,7 +6,18 @@ import functools
 import logging
 import os
 
+import torch
+
 log = logging.getLogger(__name__)
+
+#: Causes local to one rank: swallowing them there would change one rank's schedule and hang the job.
+RANK_LOCAL_ERRORS = (
+    OSError,
+    MemoryError,
+    RecursionError,
+    ImportError,
+    torch.OutOfMemoryError,
+)
 
 #: Set to 1 to raise instead of leaving a graph untouched; the test-suite does.
 STRICT_VARIABLE = "TORCH_PATCHES_STRICT"

@@ -87,6 +87,8 @@ class Options:
         fuse_chained_all_gathers: make one gather of gathers over one mesh dimension after the other.
         fuse_chained_reduce_scatters: the same for reduce-scatters, whose sums then round otherwise.
         create_flattened_groups: make the process groups that this needs, on all ranks at once.
+        cross_rank_check: "off", or what to do where ranks decide differently: "warn", "error",
+            "agree".
         run_eagerly: the graph is run op by op as it is, not compiled: copies and memory are those of
             PyTorch's own kernels.  No flag: who runs the graph knows.
     """
@@ -123,6 +125,7 @@ class Options:
     fuse_chained_all_gathers: bool = False
     fuse_chained_reduce_scatters: bool = False
     create_flattened_groups: bool = False
+    cross_rank_check: str = "off"
     run_eagerly: bool = False
 
     @property

@@ -15,34 +15,29 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-import torch
 import torch.fx as fx
 
-from torch_patches._inductor.fx_passes.comm_overlap.check import check_fences, check_plan
+from torch_patches._inductor.fx_passes.comm_overlap.changing import Changed, change_graph
+from torch_patches._inductor.fx_passes.comm_overlap.cross_rank import (
+    CrossRankError,
+    Vote,
+    agree,
+    describe_difference,
+    exchange,
+    groups_of,
+    take_leaders_plan,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.calibration import CalibrationError
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import (
     EstimationError,
-    RuntimeModel,
-    make_model,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.forecast import Forecast, forecast
-from torch_patches._inductor.fx_passes.comm_overlap.fusing import Fused, fuse_chains
-from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
+from torch_patches._inductor.fx_passes.comm_overlap.fusing import fuse_or_leave
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
-    BUCKET_MARK,
-    CONSIDERED_MARK,
-    SCHEDULED_MARK,
     collect,
     collective_kind,
-)
-from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
-from torch_patches._inductor.fx_passes.comm_overlap.graph.control import (
-    Overlap,
-    insert_overlap_dependencies,
-    plan_overlap_dependencies,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.dynamo_inputs import record_inputs
 from torch_patches._inductor.fx_passes.comm_overlap.graph.modules import (
@@ -50,7 +45,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.modules import (
     ModuleStackError,
     read_node_stacks,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import tag_of
 from torch_patches._inductor.fx_passes.comm_overlap.module_names import (
@@ -62,51 +56,35 @@ from torch_patches._inductor.fx_passes.comm_overlap.module_names import (
     warn_uncovered,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.notices import (
+    RANK_LOCAL_ERRORS,
     raise_if_strict,
-    warn_unfused,
     warn_untagged,
     warn_untouched,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
-from torch_patches._inductor.fx_passes.comm_overlap.overlap import Overlapped, overlap
-from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import (
-    uncovered_owners,
-)
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import ModulePlanError
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_ways import FULL_WAYS
 from torch_patches._inductor.fx_passes.comm_overlap.passes.tagging import is_tagged, tag_graph
-from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import plan_topo_span
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Plan, RecordedInput, Skeleton
+from torch_patches._inductor.fx_passes.comm_overlap.plan import RecordedInput, Skeleton
+from torch_patches._inductor.fx_passes.comm_overlap.portable_plan import PortablePlan
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 from torch_patches._inductor.fx_passes.comm_overlap.reporting import (
-    Before,
-    build_report,
     emit_report,
     fusion_report,
-    with_forecasts,
-    with_fusions,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.sources import digest_of as digest_of
 from torch_patches._inductor.fx_passes.comm_overlap.sources import source_digest as source_digest
 
 log = logging.getLogger(__name__)
 
-#: Causes local to one rank: swallowing them there would change one rank's schedule and hang the job.
-RANK_LOCAL_ERRORS = (
-    OSError,
-    MemoryError,
-    RecursionError,
-    ImportError,
-    torch.OutOfMemoryError,
-)
-
-Planner = Callable[[Skeleton, AugmentedGraph[fx.Node], Options], Plan]
-
 #: The user's own mistakes: they raise, as bad flags do.
-USER_ERRORS = (EstimationError, CalibrationError, ModulePlanError, ModuleStackError)
-
-#: What decides where nothing is scheduled, by bucketing_mode.
-PLANNERS: dict[str, Planner] = {"topo_span": plan_topo_span}
+USER_ERRORS = (
+    EstimationError,
+    CalibrationError,
+    ModulePlanError,
+    ModuleStackError,
+    CrossRankError,
+)
 
 
 def record_inputs_of(model: object) -> tuple[RecordedInput, ...]:
@@ -144,24 +122,10 @@ def run_joint(
     if not options.fuses:
         return None
     before = collect(graph).collectives
-    fused = _fuse(graph, options)
+    fused = fuse_or_leave(graph, options)
     report = replace(fusion_report(options, before, fused, collect(graph)), phase="joint")
     _tell(report, options)
     return report
-
-
-def _fuse(graph: fx.Graph, options: Options) -> Fused:
-    """Chains as one, where a flag asks for it; a graph that cannot be handled stays."""
-    if not options.fuses:
-        return Fused()
-    try:
-        return fuse_chains(graph, options)
-    except RANK_LOCAL_ERRORS:
-        raise
-    except Exception as error:
-        raise_if_strict(error)
-        warn_unfused(f"{type(error).__name__}: {error}")
-        return Fused()
 
 
 def _tag(graph: fx.Graph, recorded: Sequence[RecordedInput]) -> None:
@@ -242,149 +206,85 @@ def run_post_grad(
         return None
     if options.bucketing_mode != "none" and not is_tagged(graph):
         _tag(graph, recorded)
+    snapshot = Snapshot(graph) if options.cross_rank_check != "off" else None
+    changed = _attempt(graph, options, estimated)
+    if changed is None:
+        return None
+    if snapshot is not None:
+        changed = _settled(graph, options, snapshot, changed, estimated)
+    if changed.report is not None and changed.report.failure is None:
+        _tell(changed.report, options)
+    return changed.report
+
+
+def _attempt(
+    graph: fx.Graph, options: Options, estimated: bool, given: PortablePlan | None = None
+) -> Changed | None:
+    """The graph changed or, if it cannot be handled, left as it was."""
     try:
-        report = _change(graph, options, estimated)
+        return change_graph(graph, options, estimated, given)
     except (*RANK_LOCAL_ERRORS, *USER_ERRORS):
         raise
     except Exception as error:
         raise_if_strict(error)
         reason = f"{type(error).__name__}: {error}"
         warn_untouched(reason)
-        return Report(options.bucketing_mode, failure=reason)
-    if report is not None:
-        _tell(report, options)
-    return report
+        return _unchanged(graph, options, Report(options.bucketing_mode, failure=reason))
 
 
-@dataclass(frozen=True, eq=False)
-class _Change:
-    """The graph before, the plan that was applied to it, and what is expected of it.
+def _unchanged(graph: fx.Graph, options: Options, report: Report) -> Changed:
+    """A graph that stays as it is; what cannot even be read has no launches to compare."""
+    after = Skeleton((), (), {}, frozenset(), ())
+    if options.cross_rank_check != "off":
+        try:
+            after = collect(graph)
+        except RANK_LOCAL_ERRORS:
+            raise
+        except Exception:
+            log.debug("no collectives to compare between ranks", exc_info=True)
+    return Changed(report, after, PortablePlan(), "")
 
-    Args:
-        fused: what was done before the plan was made.
-        was: the forecast of the graph as it was given, where chains were fused.
+
+def _settled(
+    graph: fx.Graph, options: Options, snapshot: Snapshot, changed: Changed, estimated: bool
+) -> Changed:
+    """What stands once the ranks have compared what they decided.
+
+    Raises:
+        CrossRankError: they differ, and the flag is "error".
     """
+    groups = groups_of(changed.after)
+    votes = exchange(groups, Vote.of(changed.after, changed.structure, changed.plan))
+    if agree(votes):
+        return _with_verdict(changed, f"{len(votes)} ranks decided alike")
+    difference = describe_difference(votes, changed.after)
+    if options.cross_rank_check == "error":
+        raise CrossRankError(f"{difference}; cross_rank_check = 'error'")
+    if options.cross_rank_check == "warn":
+        log.warning("%s; the job may hang (cross_rank_check = 'warn')", difference)
+        return _with_verdict(changed, difference)
+    taken: list[Changed] = []
 
-    before: Before
-    plan: Plan
-    after: Skeleton
-    overlapped: Overlapped | None = None
-    fused: Fused = field(default_factory=Fused)
-    was: Forecast | None = None
-
-
-def _change(graph: fx.Graph, options: Options, estimated: bool) -> Report | None:
-    """Reads, decides, checks and applies; the graph is as it was if this raises."""
-    skeleton = collect(graph)
-    if not skeleton.collectives or _is_scheduled(skeleton, options):
-        return None
-    before = Before.of(graph, skeleton)
-    snapshot = Snapshot(graph)
-    try:
-        was = _forecast_if_fused(graph, skeleton, options, estimated)
-        fused = _fuse(graph, options)
-        if options.bucketing_mode == "none":
-            return fusion_report(options, before.collectives, fused, collect(graph))
-        if options.fuses:  # undone or not, there are new nodes
-            skeleton = collect(graph)
-        if options.schedules:
-            change = _overlap(graph, skeleton, options, before)
-        else:
-            change = _bucket(graph, skeleton, options, before, estimated)
-        change = replace(change, fused=fused, was=was if fused.fusions else None)
-        _mark_considered(graph, options)
-        report = _report(graph, options, change)
-        if change.overlapped is not None and options.insert_overlap_deps:
-            report = _hold_order(graph, change.overlapped.hidings(), report)
-    except BaseException:
+    def take(plan: PortablePlan) -> Vote | None:
         snapshot.restore()
-        raise
-    return report
+        made = _attempt(graph, options, estimated, plan)
+        if made is None or (made.report is not None and made.report.failure is not None):
+            return None
+        taken.append(made)
+        return Vote.of(made.after, made.structure, made.plan)
+
+    if take_leaders_plan(votes, groups, take):
+        log.warning("%s; all took the plan of rank %d", difference, min(votes))
+        return _with_verdict(taken[-1], f"{difference}; all took the plan of rank {min(votes)}")
+    snapshot.restore()
+    verdict = f"{difference}; no plan fits all of them, so all left the graph as it was"
+    log.warning("%s", verdict)
+    left = Report(options.bucketing_mode, failure=verdict, cross_rank=verdict)
+    return _unchanged(graph, options, left)
 
 
-def _forecast_if_fused(
-    graph: fx.Graph, skeleton: Skeleton, options: Options, estimated: bool
-) -> Forecast | None:
-    """Of the graph as it is given, if chains may be fused before anything else is forecast."""
-    if not options.fuses or not (options.schedules or estimated):
-        return None
-    if options.bucketing_mode == "none":
-        return None
-    return forecast(graph, skeleton, _model(options), eager=options.run_eagerly)
-
-
-def _hold_order(
-    graph: fx.Graph, hidings: Sequence[Overlap], report: Report | None
-) -> Report | None:
-    """Inserts control dependencies; the report with how many, and what they do not hold."""
-    planned = plan_overlap_dependencies(graph, hidings)
-    edges = insert_overlap_dependencies(graph, hidings)
-    return report and replace(
-        report,
-        control_dependencies=edges,
-        not_held=tuple(o.start.name for o in planned.without_anchor),
-        half_held=tuple(o.start.name for o in planned.payload_held),
-    )
-
-
-def _overlap(graph: fx.Graph, skeleton: Skeleton, options: Options, before: Before) -> _Change:
-    overlapped = overlap(graph, skeleton, options, _model(options))
-    return _Change(before, overlapped.plan, overlapped.after.skeleton, overlapped)
-
-
-def _bucket(
-    graph: fx.Graph, skeleton: Skeleton, options: Options, before: Before, estimated: bool
-) -> _Change:
-    model = _model(options) if estimated else None
-    eager = options.run_eagerly
-    was = forecast(graph, skeleton, model, eager=eager) if model is not None else None
-    plan = PLANNERS[options.bucketing_mode](skeleton, contract(graph, skeleton), options)
-    plan = check_plan(skeleton, contract(graph, skeleton), plan)
-    if plan.buckets:
-        apply_plan(graph, skeleton, plan, run_eagerly=eager)
-        graph.lint()
-    after = collect(graph)
-    check_fences(skeleton, after, plan)
-    if model is None or was is None:
-        return _Change(before, plan, after)
-    now = forecast(graph, after, model, eager=eager)
-    return _Change(before, plan, after, Overlapped(plan, "as asked", was, now))
-
-
-def _model(options: Options) -> RuntimeModel:
-    return make_model(
-        options.estimate_device,
-        options.gpus_per_node,
-        options.custom_runtime_estimation,
-        options.calibration,
-        options.compute_slowdown,
-        options.link_sharing,
-    )
-
-
-def _report(graph: fx.Graph, options: Options, change: _Change) -> Report | None:
-    """What was done.  A failure here must not undo it: the other ranks have done it too."""
-    try:
-        report = build_report(options, change.before, change.plan, graph, change.after)
-        report = with_fusions(report, change.fused)
-        if change.overlapped is None:
-            return report
-        report = with_forecasts(report, change.overlapped, change.was)
-        labels = change.overlapped.labels
-        if labels is None:
-            return report
-        uncovered = uncovered_owners(change.before.collectives, labels)
-        return replace(
-            report,
-            module_plan=labels.entries,
-            modules_found=labels.found,
-            uncovered=tuple(uncovered),
-            unmatched=labels.unmatched,
-        )
-    except Exception as error:
-        raise_if_strict(error)
-        log.warning("torch_patches changed a graph but could not report it", exc_info=True)
-        return None
+def _with_verdict(changed: Changed, verdict: str) -> Changed:
+    return replace(changed, report=changed.report and replace(changed.report, cross_rank=verdict))
 
 
 def _tell(report: Report, options: Options) -> None:
@@ -400,24 +300,6 @@ def _tell(report: Report, options: Options) -> None:
     except Exception as error:
         raise_if_strict(error)
         log.warning("torch_patches changed a graph but could not report it", exc_info=True)
-
-
-def _mark_considered(graph: fx.Graph, options: Options) -> None:
-    """So that a second run with the same options changes nothing."""
-    fingerprint = options.fingerprint()
-    for node in graph.nodes:
-        if collective_kind(node) is not None:
-            if BUCKET_MARK not in node.meta:
-                node.meta[CONSIDERED_MARK] = fingerprint
-            if options.schedules:
-                node.meta[SCHEDULED_MARK] = fingerprint
-
-
-def _is_scheduled(skeleton: Skeleton, options: Options) -> bool:
-    """An earlier run with the same options has placed all collectives."""
-    fingerprint = options.fingerprint()
-    marks = [c.start.meta.get(SCHEDULED_MARK) for c in skeleton.collectives]
-    return options.schedules and fingerprint is not None and set(marks) == {fingerprint}
 
 
 def optimize_graph(gm: fx.GraphModule, options: Options) -> Report:

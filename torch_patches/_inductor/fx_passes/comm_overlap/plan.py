@@ -97,6 +97,7 @@ class RefusalReason(enum.Enum):
         "no process group has the ranks of the chain in the order that it needs; "
         "create_flattened_groups makes those that the parameters' placements ask for"
     )
+    OTHER_RANK = "another rank decided (cross_rank_check)"
     CHECK_FAILED = "the plan did not pass the legality check"
 
 

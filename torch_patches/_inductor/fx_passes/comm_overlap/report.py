@@ -86,6 +86,7 @@ class Report:
         operations: counted work of the search.
         schedule_hash: equal on two ranks exactly if they launch the same collectives in the same
             order; compare it offline when a job hangs.
+        cross_rank: what came of comparing ranks (cross_rank_check); empty where nobody did.
         failure: why the graph was left as it was, or None.
         estimates: constants behind the figures that follow; empty where nothing was estimated.
         way: which of the ways tried was taken; "input" means that nothing was better.
@@ -130,6 +131,7 @@ class Report:
     max_consecutive_compute_after: int = 0
     operations: int = 0
     schedule_hash: str = ""
+    cross_rank: str = ""
     failure: str | None = None
     estimates: str = ""
     way: str = ""
