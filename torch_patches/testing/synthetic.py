@@ -10,14 +10,20 @@ from torch_patches.testing.graph_builder import GraphBuilder
 aten = torch.ops.aten
 
 
-def training_graph(layers: int, per_layer: int = 8, compute: int = 3) -> fx.GraphModule:
+def training_graph(
+    layers: int, per_layer: int = 8, compute: int = 3, width: int = 4
+) -> fx.GraphModule:
     """Each layer: ``per_layer`` times a parameter gather behind a cast, a matmul, ``compute``
-    pointwise nodes and a gradient scatter.  About ``per_layer * (compute + 7)`` nodes a layer."""
+    pointwise nodes and a gradient scatter.  About ``per_layer * (compute + 7)`` nodes a layer.
+
+    Args:
+        width: of the square weights; from some hundred on, communication takes longer than compute.
+    """
     b = GraphBuilder()
-    x, waits = b.placeholder(4, 4, dtype=torch.bfloat16), []
+    x, waits = b.placeholder(width, width, dtype=torch.bfloat16), []
     value = x.meta["val"]
     for _ in range(layers * per_layer):
-        cast = b.call(aten._to_copy, b.placeholder(2, 4), dtype=torch.bfloat16)
+        cast = b.call(aten._to_copy, b.placeholder(width // 2, width), dtype=torch.bfloat16)
         x = b.call(aten.mm, x, b.gather_and_wait(cast, 2, "g"))
         for _ in range(compute):
             x = b.graph.call_function(aten.neg.default, (x,))
