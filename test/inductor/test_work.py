@@ -8,8 +8,10 @@ import textwrap
 import pytest
 import torch
 
+from torch_patches._inductor.fx_passes.comm_overlap.estimate import shards
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import tensors_of
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import Merger
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import (
@@ -18,6 +20,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective
+from torch_patches.testing.backends import as_on_gpu
 from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.synthetic import training_graph
 
@@ -125,3 +128,33 @@ def test_plan_does_not_depend_on_hash_seed_or_names():
         outputs.add(result.stdout)
     assert len(outputs) == 1
     assert "coalesced" in outputs.pop()
+
+
+def test_one_large_bucket_costs_its_members_little(monkeypatch):
+    """N casts joined by one node, N gradients returned: each is looked at a few times, not N."""
+    looked_at = {"parts": 0, "output": 0}
+    elements, replace_all = shards._elements, torch.fx.Node.replace_all_uses_with
+
+    def count_elements(node):
+        looked_at["parts"] += len(list(tensors_of(node.meta.get("val"))))
+        return elements(node)
+
+    def count_replaced(node, *args, **kwargs):
+        looked_at["output"] += any(user.op == "output" for user in node.users)
+        return replace_all(node, *args, **kwargs)
+
+    monkeypatch.setattr(shards, "_elements", count_elements)
+    monkeypatch.setattr(torch.fx.Node, "replace_all_uses_with", count_replaced)
+
+    def work(layers):
+        looked_at["parts"] = 0
+        gm = training_graph(layers)
+        with as_on_gpu():
+            report = optimize_graph(gm, Options("topo_span", max_topo_span=None))
+        assert [len(bucket.members) for bucket in report.buckets] == [8 * layers] * 2
+        return looked_at["parts"]
+
+    small = work(6)
+    assert small > 0
+    assert work(24) <= 4 * small * 1.1
+    assert looked_at["output"] == 0

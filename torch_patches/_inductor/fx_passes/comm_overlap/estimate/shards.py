@@ -41,8 +41,7 @@ def shared_shard_bytes(skeleton: Skeleton) -> dict[fx.Node, int]:
     result: dict[fx.Node, int] = {}
     for collective in skeleton.collectives:
         if collective.kind is CollectiveKind.ALL_GATHER and collective.traffic is Traffic.PARAMETER:
-            for node, count in _payloads(collective):
-                _count_sources(node, count, result)
+            _count_sources(_payloads(collective), result)
     reductions = [c for c in skeleton.collectives if c.traffic is Traffic.GRADIENT]
     starts = {reduction.start for reduction in reductions}
     for reduction in reductions:
@@ -122,20 +121,21 @@ def _set(node: fx.Node, count: int, result: dict[fx.Node, int]) -> None:
         result.setdefault(node, max(count * t.dtype.itemsize for t in tensors))
 
 
-def _count_sources(payload: fx.Node, count: int, result: dict[fx.Node, int]) -> None:
-    """What a payload is made from element by element, up to the graph's inputs."""
-    pending, seen = [(payload, count)], {payload}
+def _count_sources(payloads: list[tuple[fx.Node, int]], result: dict[fx.Node, int]) -> None:
+    """What payloads of one collective are made from element by element, up to the graph's inputs."""
+    seen = {payload for payload, _ in payloads}
+    pending = payloads[::-1]
     while pending:
         node, count = pending.pop()
         _set(node, count, result)
         if node.op != "call_function" or not _is_by_element(node):
             continue
-        inputs = data_inputs(node)
+        inputs, elements = data_inputs(node), _elements(node)
         for source in inputs:
             if source not in seen:
                 seen.add(source)
                 # The parts that are copied into a bucket are even, and scales are no shards.
-                same = len(inputs) == 1 or _elements(source) == _elements(node)
+                same = len(inputs) == 1 or _elements(source) == elements
                 pending.append((source, count if same else _elements(source)))
 
 
@@ -163,4 +163,4 @@ def _count_results(
             pending.append(user)
             for source in user.all_input_nodes:
                 if source not in result and _elements(source) == _elements(user):
-                    _count_sources(source, count, result)
+                    _count_sources([(source, count)], result)

@@ -60,7 +60,7 @@ def emit_coalesced(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
     for place, member in enumerate(members):
         start = member.start
         part = emitter.call(operator.getitem, (merged, place), start, start.meta["val"])
-        start.replace_all_uses_with(part)
+        emitter.replace(start, part)
         parts.append(part)
         waits.update({wait: _renew(emitter, wait) for wait in member.waits})
     emitter.erase([*waits, *starts])
@@ -133,5 +133,5 @@ def _is_cast_of_input(payload: fx.Node, ordered: Set[fx.Node]) -> bool:
 def _renew(emitter: Emitter, wait: fx.Node) -> fx.Node:
     """A wait like ``wait``, which by now reads the merged start; it takes over all uses."""
     new = emitter.call(wait.target, wait.args, wait, wait.meta.get("val"), dict(wait.kwargs))  # type: ignore[arg-type]
-    wait.replace_all_uses_with(new)
+    emitter.replace(wait, new)
     return new

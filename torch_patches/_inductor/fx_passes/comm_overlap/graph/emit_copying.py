@@ -77,7 +77,7 @@ def emit_copying(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
     wait_nodes = made.take()
     replaced = _replace(emitter, members, outputs, start, wait)
     for scaling in scalings:
-        scaling.replace_all_uses_with(_source_of(scaling))
+        emitter.replace(scaling, _source_of(scaling))
     for chain in casts or ():
         _erase_unread(emitter, chain)
     emitter.erase(scalings)
@@ -354,11 +354,11 @@ def _replace(
     """
     replaced: dict[fx.Node, fx.Node] = {}
     for member, output in zip(members, outputs, strict=True):
-        member.start.replace_all_uses_with(output)
+        emitter.replace(member.start, output)
         for old_wait in member.waits:
             source = wait_source(old_wait)
             assert source is not None and (source is output or is_view(source))
-            old_wait.replace_all_uses_with(source)
+            emitter.replace(old_wait, source)
             emitter.erase([old_wait])
             replaced[old_wait] = wait
         replaced[member.start] = start

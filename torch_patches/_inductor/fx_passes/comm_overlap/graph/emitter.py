@@ -67,6 +67,8 @@ class Emitter:
         self.ordered = ordered
         self.run_eagerly = run_eagerly
         self._output = next(iter(reversed(graph.nodes)))
+        self._returned: dict[fx.Node, fx.Node] = {}
+        self._late: list[fx.Node] = []
 
     def call(
         self,
@@ -96,10 +98,37 @@ class Emitter:
             value = target(*values, **(kwargs or {}))
         return self.call(target, args, donor, value, kwargs)
 
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Hands the uses of ``old`` over; the graph's output follows in :meth:`finish`.
+
+        A backward returns thousands of gradients: its output is not to be read again for each.
+        """
+        for user in list(old.users):
+            if user is self._output:
+                self._returned[old] = new
+            else:
+                user.replace_input_with(old, new)
+
     def erase(self, nodes: Sequence[fx.Node]) -> None:
-        """Erases nodes that nobody reads any more, users first."""
+        """Erases nodes that nobody reads any more, users first; those that the output still reads
+        in :meth:`finish`."""
         for node in nodes:
+            if self._output in node.users:
+                self._late.append(node)
+            else:
+                self.graph.erase_node(node)
+
+    def finish(self) -> None:
+        """Once, at the end."""
+        if self._returned:
+            self._output.args = fx.node.map_arg(self._output.args, self._now)
+        for node in self._late:
             self.graph.erase_node(node)
+
+    def _now(self, node: fx.Node) -> fx.Node:
+        while node in self._returned:
+            node = self._returned[node]
+        return node
 
 
 def fake_mode_of(values: object) -> contextlib.AbstractContextManager[object]:

@@ -73,6 +73,7 @@ def apply_plan(
         placement.place_new(result.wait_nodes, max(wait_slot, slot))
         renamed.update(result.replaced)
         merged.append(result)
+    emitter.finish()
     _place_moved(placement, plan, renamed, merged)
     precedence = Precedence(_carried_over(pairs, renamed, merged))
     for result in merged:
