@@ -181,14 +181,22 @@ def new_group_in_order(ranks: Sequence[int], backend: str, description: str) -> 
 def shard_orders(spec: Any) -> list[tuple[int, ...]]:
     """For each sharded dimension of a DTensor, the mesh dimensions that cut it, the first cut first.
 
-    torch's own ``shard_order`` knows strided shards; without it the order is that of the mesh.  The
-    attribute is private: look again with each release.
+    Mesh dimensions cut from left to right, but a strided shard behind as many others as its split
+    factor has ranks: FSDP over a tensor-parallel weight has ``(_StridedShard(0, split_factor=2),
+    Shard(0))``.  torch's own ``shard_order`` (2.12) is None for these.
     """
-    order = getattr(spec, "shard_order", None)
-    if order is not None:
-        return [tuple(entry.mesh_dims) for entry in order]
-    found: dict[int, list[int]] = {}
-    for mesh_dim, placement in enumerate(spec.placements):
-        if placement.is_shard():
-            found.setdefault(placement.dim, []).append(mesh_dim)
-    return [tuple(dims) for dims in found.values()]
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    sizes = [spec.mesh.size(dim) for dim in range(spec.mesh.ndim)]
+    orders: dict[int, list[int]] = {}
+    for mesh_dim, placement in reversed(list(enumerate(spec.placements))):
+        if not isinstance(placement, (Shard, _StridedShard)):
+            continue
+        order = orders.setdefault(placement.dim, [])
+        in_front = placement.split_factor if isinstance(placement, _StridedShard) else 1
+        place = 0
+        while place < len(order) and in_front > 1:
+            in_front //= sizes[order[place]]
+            place += 1
+        order.insert(place, mesh_dim)
+    return [tuple(order) for order in orders.values()]

@@ -31,7 +31,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from torch_patches import _compat, config
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import measured_estimators
-from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import RegisteredGroups
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.plan import RecordedInput
 
@@ -218,8 +217,8 @@ def metadata_digest(model: Any, options: Options, recorded: Sequence[RecordedInp
     """Digest of the facts beside the graph's code that decide a plan."""
     digest = hashlib.sha256(repr(_process_group_sizes()).encode())
     digest.update(inputs_digest(recorded, options.reads_modules).encode())
-    if options.fuses:
-        digest.update(RegisteredGroups().describe().encode())
+    if options.groups is not None:
+        digest.update(repr(options.groups).encode())
     if options.reads_modules:
         for name in _names(model):
             digest.update(repr(name).encode())
@@ -325,10 +324,10 @@ def compile_patches(model: Any, user: Mapping[str, Any] | None) -> dict[str, Any
         return None
     if options.insert_overlap_deps is None:
         options = replace(options, insert_overlap_deps=True)
-    if options.create_flattened_groups:
-        from torch_patches.mesh_groups import create_groups
+    if options.fuses:
+        from torch_patches.mesh_groups import with_groups
 
-        create_groups(model, options)
+        options = with_groups(model, options)
     recorded = _pipeline().record_inputs_of(model)
     options = _pipeline().check_module_names(model, recorded, options)
     ours = JointPass(options, recorded), PostGradPass(options, recorded)

@@ -12,8 +12,8 @@ It is torch's ``aot_eager`` with our pipeline around the partitioner::
 An installed package registers it through the entry point ``torch_dynamo_backends``, so nothing of
 ours needs to be imported; without installation, pass the function itself as ``backend=``.
 
-**Choosing the backend is the opt-in**: ``bucketing_mode`` "none" means "topo_span" here.  All other
-flags keep their meaning and are read once, when a forward (or inference) graph compiles.  Its lazily
+**Choosing the backend is the opt-in**: ``bucketing_mode`` "none" means "topo_span" here, unless it is
+given as an option and chains are to be fused.  All other flags keep their meaning and are read once, when a forward (or inference) graph compiles.  Its lazily
 compiled backward uses the same values, whatever the flags are by then and in whatever thread.
 ``insert_overlap_deps`` has nothing to do here: a graph that is run as it is keeps its order, and torch
 2.11 cannot run control dependencies.
@@ -57,7 +57,7 @@ from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import tag_of
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.plan import RecordedInput, Traffic
-from torch_patches.mesh_groups import create_groups
+from torch_patches.mesh_groups import with_groups
 
 __all__ = ["UnsupportedTorchError", "aot_eager_comm_overlap"]
 
@@ -108,8 +108,8 @@ def aot_eager_comm_overlap(
     """
     _require_supported_torch()
     settings, inputs = read_settings(options), _record_inputs(gm, example_inputs)
-    create_groups(gm, settings.options)
-    checked = pipeline.check_module_names(gm, inputs, settings.options)
+    flags = with_groups(gm, settings.options)
+    checked = pipeline.check_module_names(gm, inputs, flags)
     compilers = _Compilers(replace(settings, options=checked), inputs)
     backend = aot_autograd(
         fw_compiler=compilers.split_graph,
@@ -226,10 +226,10 @@ def read_settings(options: Mapping[str, Any] | None = None) -> Settings:
         if name in given:
             raise config.FlagError(f"{_label(key)}: {name!r} is given twice; use one of its names")
         given[name] = config.check_value(name, value, _label(key))
-    mode = config.PREFIX + "bucketing_mode"
-    if given.get("bucketing_mode", config.current_value(mode)) == "none":
-        given["bucketing_mode"] = OPT_IN_MODE
     flags = config.options_from_arguments(given, NAME)
+    if flags.bucketing_mode == "none" and not ("bucketing_mode" in given and flags.fuses):
+        given["bucketing_mode"] = OPT_IN_MODE
+        flags = config.options_from_arguments(given, NAME)
     return Settings(replace(flags, run_eagerly=True, insert_overlap_deps=False), partitioner)
 
 

@@ -34,16 +34,16 @@ import torch.fx as fx
 
 from torch_patches import config
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
+from torch_patches._inductor.fx_passes.comm_overlap.fusing import apply_or_restore
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.dynamo_inputs import record_inputs
-from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import NamedMesh, RegisteredGroups
+from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import GroupTable, NamedMesh
 from torch_patches._inductor.fx_passes.comm_overlap.passes.all_gather_fusion import (
     Groups,
-    apply_fusions,
     plan_fusions,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.tagging import tag_graph
-from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind
+from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind, Skeleton
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 
 __all__ = [
@@ -151,19 +151,26 @@ def fuse_chained_allgathers(
     groups: Groups
     if subgroup_order is None:
         targets = {full_group_name, reversed_full_group_name}
-        groups = RegisteredGroups({name for name in targets if name is not None})
+        groups = GroupTable.registered().only({name for name in targets if name is not None})
     else:
-        sizes = {c.group: c.key.group_size for c in skeleton.collectives if c.key is not None}
-        dims = [(name, size) for name in subgroup_order if (size := sizes.get(name)) is not None]
-        product = math.prod(size for _, size in dims)
-        if len(dims) == len(subgroup_order) and product != full_group_size:
-            raise ValueError(
-                f"subgroup_order = {list(subgroup_order)!r} has {product} ranks in this graph, not "
-                f"full_group_size = {full_group_size}"
-            )
+        dims = _dimensions(skeleton, subgroup_order, full_group_size)
         groups = NamedMesh(dims, full_group_name, reversed_full_group_name)
     fusions, _ = plan_fusions(skeleton, groups, [CollectiveKind.ALL_GATHER])
     fusions = [fusion for fusion in fusions if len(fusion.ranks) == full_group_size]
-    apply_fusions(graph, fusions)
-    graph.lint()
+    apply_or_restore(graph, fusions)
     return len(fusions)
+
+
+def _dimensions(
+    skeleton: Skeleton, subgroup_order: Sequence[str], full_group_size: int
+) -> list[tuple[str, int]]:
+    """(group, size) of the mesh's dimensions that the graph has."""
+    sizes = {c.group: c.key.group_size for c in skeleton.collectives if c.key is not None}
+    dims = [(name, size) for name in subgroup_order if (size := sizes.get(name)) is not None]
+    product = math.prod(size for _, size in dims)
+    if len(dims) == len(subgroup_order) and product != full_group_size:
+        raise ValueError(
+            f"subgroup_order = {list(subgroup_order)!r} has {product} ranks in this graph, not "
+            f"full_group_size = {full_group_size}"
+        )
+    return dims

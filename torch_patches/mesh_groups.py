@@ -14,30 +14,31 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.fx as fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_patches import _compat
 from torch_patches._inductor.fx_passes.comm_overlap.graph.chains import find_chains
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
-from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import RegisteredGroups
+from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import GroupTable, KnownMesh
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Wanted:
     """Dimensions of a mesh, that of the largest shards first."""
 
-    mesh: Any
+    mesh: DeviceMesh
     dims: tuple[int, ...]
 
     def ranks(self) -> tuple[int, ...]:
@@ -49,6 +50,28 @@ class _Wanted:
             if here in line:
                 return tuple(line)
         return ()
+
+
+def with_groups(model: object, options: Options) -> Options:
+    """The options of a compile that starts: groups made if the flags want it, and all of them noted,
+    so that a backward that compiles later, and the cache's key, have those of now."""
+    if not options.fuses:
+        return options
+    create_groups(model, options)
+    return replace(options, groups=known_groups(model))
+
+
+def known_groups(model: object) -> GroupTable:
+    """The process groups as they are now, and what ``model`` tells of the meshes behind them."""
+    if not dist.is_available() or not dist.is_initialized():
+        return GroupTable()
+    with unset_fake_temporarily(), _disable_current_modes():
+        return GroupTable.registered(list(map(_known, _meshes_of(model))))
+
+
+def _known(mesh: DeviceMesh) -> KnownMesh:
+    names = tuple(str(mesh.get_group(dim).group_name) for dim in range(mesh.ndim))
+    return KnownMesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), names)
 
 
 def create_groups(model: object, options: Options) -> list[str]:
@@ -76,16 +99,19 @@ def create_groups(model: object, options: Options) -> list[str]:
     ):
         return []
     with unset_fake_temporarily(), _disable_current_modes():
-        made = [_create(wanted) for wanted in (*_of_dtensors(model), *_of_chains(model))]
+        wanted = dict.fromkeys((*_of_dtensors(model), *_of_chains(model)))
+        made = [_create(one) for one in wanted]
     return [name for name in made if name is not None]
 
 
 def _create(wanted: _Wanted) -> str | None:
     """The new group's name; None where there is one, or where torch cannot make it."""
     ranks = wanted.ranks()
+    if not ranks:
+        return None  # this rank is outside the mesh
     like = wanted.mesh.get_group(wanted.dims[0])
-    known = RegisteredGroups().like(like.group_name, len(ranks))
-    if not ranks or any(members == ranks for _, members in known):
+    known = GroupTable.registered().like(str(like.group_name), len(ranks))
+    if any(members == ranks for _, members in known):
         return None
     backend = dist.distributed_c10d._world.pg_backend_config[like]
     group = _compat.new_group_in_order(ranks, str(backend), "comm_overlap_flattened")
@@ -104,9 +130,8 @@ def _create(wanted: _Wanted) -> str | None:
 def _of_dtensors(model: fx.GraphModule) -> Iterator[_Wanted]:
     """Dimensions of a mesh that one dimension of a tensor is sharded by."""
     for node in model.graph.nodes:
-        value = node.meta.get("example_value", node.meta.get("val"))
-        spec: Any = getattr(value, "_spec", None)
-        if not isinstance(value, torch.Tensor) or not hasattr(spec, "mesh"):
+        spec = _spec_of(node)
+        if spec is None:
             continue
         for dims in _compat.shard_orders(spec):
             if len(dims) > 1:
@@ -123,16 +148,36 @@ def _of_chains(model: fx.GraphModule) -> Iterator[_Wanted]:
         if chain[0].collective.kind is CollectiveKind.ALL_GATHER:
             groups.reverse()  # what is gathered last varies slowest
         for mesh in meshes:
-            dim_of = {mesh.get_group(dim).group_name: dim for dim in range(mesh.ndim)}
+            dim_of = {str(mesh.get_group(dim).group_name): dim for dim in range(mesh.ndim)}
             if len(groups) > 1 and all(group in dim_of for group in groups):
                 yield _Wanted(mesh, tuple(dim_of[group] for group in groups))
                 break
 
 
-def _mesh_of(node: fx.Node) -> Any:
+def _meshes_of(model: object) -> list[DeviceMesh]:
+    """Of a graph's DTensors and inputs, those that this rank is in; in the order of the graph."""
+    if not isinstance(model, fx.GraphModule):
+        return []
+    found: dict[DeviceMesh, None] = {}
+    for node in model.graph.nodes:
+        spec = _spec_of(node)
+        mesh = spec.mesh if spec is not None else _mesh_of(node)
+        if mesh is not None and mesh.get_coordinate() is not None:
+            found.setdefault(mesh)
+    return list(found)
+
+
+def _spec_of(node: fx.Node) -> Any:
+    """Mesh and placements of a DTensor."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    spec = getattr(value, "_spec", None)
+    return spec if isinstance(value, torch.Tensor) and hasattr(spec, "mesh") else None
+
+
+def _mesh_of(node: fx.Node) -> DeviceMesh | None:
     """The mesh that a graph input is; torch wraps it in an object that stands for it."""
     if node.op != "placeholder":
         return None
     value = node.meta.get("val")
     mesh = getattr(value, "real_obj", value)
-    return mesh if isinstance(mesh, dist.device_mesh.DeviceMesh) else None
+    return mesh if isinstance(mesh, DeviceMesh) else None

@@ -15,7 +15,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.options import (
     ModuleStackFunction,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
-from torch_patches.mesh_groups import create_groups
+from torch_patches.mesh_groups import with_groups
 
 
 class _FromFlag:
@@ -68,7 +68,7 @@ def optimize_graph(
     Args:
         gm: an ATen graph (forward, backward or inference) with fake values in ``meta["val"]``.
         bucketing_mode: "topo_span", "transformer_block", "modules" or "auto"; "none" means "auto",
-            since the call is the opt-in.
+            since the call is the opt-in, unless it is given here and chains are to be fused.
         overlap: also schedule starts and waits (the flag ``enable_overlap_scheduling``); "auto"
             does so whatever is said here.
         bucket_cap_mb: MB (2**20 bytes) a bucket may hold; a list is by bucket index, the last value
@@ -156,9 +156,8 @@ def optimize_graph(
         "custom_runtime_estimation": custom_runtime_estimation,
     }
     arguments = {name: value for name, value in given.items() if value is not FROM_FLAG}
-    mode = config.PREFIX + "bucketing_mode"
-    if arguments.get("bucketing_mode", config.current_value(mode)) == "none":
-        arguments["bucketing_mode"] = DEFAULT_MODE
     options = config.options_from_arguments(arguments, "optimize_graph")
-    create_groups(gm, options)
-    return pipeline.optimize_graph(gm, options)
+    if options.bucketing_mode == "none" and not ("bucketing_mode" in arguments and options.fuses):
+        arguments["bucketing_mode"] = DEFAULT_MODE
+        options = config.options_from_arguments(arguments, "optimize_graph")
+    return pipeline.optimize_graph(gm, with_groups(gm, options))

@@ -156,13 +156,14 @@ def test_rank_lists_are_in_the_cache_key(mesh: DeviceMesh) -> None:
     world = dist.distributed_c10d._world
     group = mesh.get_group("inner")
 
-    def digests() -> tuple[str, str]:
-        return _hooks.metadata_digest(None, GATHERS), _hooks.metadata_digest(None, Options("auto"))
+    def keys(options: Options) -> tuple[Any, str]:
+        options = mesh_groups.with_groups(None, options)
+        return _hooks.PostGradPass(options).uuid(), _hooks.metadata_digest(None, options)
 
-    before = digests()
+    before, others = keys(GATHERS), keys(Options("auto"))
     world.pg_group_ranks[group] = {0: 0, 3: 1}
-    assert digests()[0] != before[0]
-    assert digests()[1] == before[1]
+    assert all(one != other for one, other in zip(keys(GATHERS), before, strict=True))
+    assert keys(Options("auto")) == others
 
 
 # -- what they leave ------------------------------------------------------------------------------

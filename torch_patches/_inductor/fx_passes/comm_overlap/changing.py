@@ -16,6 +16,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import (
 from torch_patches._inductor.fx_passes.comm_overlap.forecast import Forecast, forecast
 from torch_patches._inductor.fx_passes.comm_overlap.fusing import Fused, fuse_or_leave
 from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
+from torch_patches._inductor.fx_passes.comm_overlap.graph.chains import find_chains
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     BUCKET_MARK,
     CONSIDERED_MARK,
@@ -35,6 +36,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.module_names import (
     check_module_names as check_module_names,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.notices import (
+    RANK_LOCAL_ERRORS,
     raise_if_strict,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
@@ -127,13 +129,12 @@ def change_graph(
     before = Before.of(graph, skeleton)
     snapshot = Snapshot(graph)
     try:
-        was = _forecast_if_fused(graph, skeleton, options, estimated)
+        was = _forecast_of_chains(graph, skeleton, options, estimated)
         fused = fuse_or_leave(graph, options)
         structure = structure_digest(graph) if options.cross_rank_check == "agree" else ""
         if options.bucketing_mode == "none":
-            after = collect(graph)
-            report = fusion_report(options, before.collectives, fused, after)
-            return Changed(report, after, PortablePlan(), structure)
+            report = report_fusions(graph, options, fused)
+            return Changed(report, collect(graph), PortablePlan(), structure)
         if options.fuses:  # undone or not, there are new nodes
             skeleton = collect(graph)
         if given is not None:
@@ -153,13 +154,12 @@ def change_graph(
     return Changed(made, change.after, encode(change.plan, change.order), structure)
 
 
-def _forecast_if_fused(
+def _forecast_of_chains(
     graph: fx.Graph, skeleton: Skeleton, options: Options, estimated: bool
 ) -> Forecast | None:
-    """Of the graph as it is given, if chains may be fused before anything else is forecast."""
-    if not options.fuses or not (options.schedules or estimated):
-        return None
-    if options.bucketing_mode == "none":
+    """Of the graph as it is given, if it has chains that may be fused before the next forecast."""
+    wanted = options.bucketing_mode != "none" and (options.schedules or estimated)
+    if not (options.fuses and wanted and find_chains(skeleton)):
         return None
     return forecast(graph, skeleton, _model(options), eager=options.run_eagerly)
 
@@ -233,6 +233,18 @@ def _model(options: Options) -> RuntimeModel:
         options.compute_slowdown,
         options.link_sharing,
     )
+
+
+def report_fusions(graph: fx.Graph, options: Options, fused: Fused) -> Report | None:
+    """Likewise, where nothing but chains was looked at."""
+    try:
+        return fusion_report(options, fused, collect(graph))
+    except RANK_LOCAL_ERRORS:
+        raise
+    except Exception as error:
+        raise_if_strict(error)
+        log.warning("torch_patches changed a graph but could not report it", exc_info=True)
+        return None
 
 
 def _report(graph: fx.Graph, options: Options, change: _Change) -> Report | None:

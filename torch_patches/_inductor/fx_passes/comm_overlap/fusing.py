@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
-from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import RegisteredGroups
+from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import GroupTable
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import report_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
 from torch_patches._inductor.fx_passes.comm_overlap.notices import (
@@ -22,7 +22,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.all_gather_fusion imp
     apply_fusions,
     plan_fusions,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind, Refusal
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, CollectiveKind, Refusal
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,17 @@ class FusionReport:
 
 @dataclass(frozen=True)
 class Fused:
-    """What was done to a graph's chains, and why others are left."""
+    """What was done to a graph's chains, and why others are left.
+
+    Args:
+        before: the graph's collectives before.
+        failure: why nothing was looked at, or None.
+    """
 
     fusions: tuple[FusionReport, ...] = ()
     refusals: tuple[Refusal, ...] = ()
+    before: tuple[Collective, ...] = ()
+    failure: str | None = None
 
 
 def fuse_or_leave(graph: fx.Graph, options: Options) -> Fused:
@@ -67,24 +74,33 @@ def fuse_or_leave(graph: fx.Graph, options: Options) -> Fused:
         raise
     except Exception as error:
         raise_if_strict(error)
-        warn_unfused(f"{type(error).__name__}: {error}")
-        return Fused()
+        reason = f"{type(error).__name__}: {error}"
+        warn_unfused(reason)
+        return Fused(failure=reason)
 
 
 def fuse_chains(graph: fx.Graph, options: Options) -> Fused:
     """Fuses what the flags ask for, in place; the graph is as it was if this raises."""
     skeleton = collect(graph)
-    fusions, refusals = plan_fusions(skeleton, RegisteredGroups(), _kinds(options))
+    fusions, refusals = plan_fusions(
+        skeleton, options.groups or GroupTable.registered(), _kinds(options)
+    )
     described = tuple(map(_describe, fusions))
-    if fusions:
-        snapshot = Snapshot(graph)
-        try:
-            apply_fusions(graph, fusions)
-            graph.lint()
-        except BaseException:
-            snapshot.restore()
-            raise
-    return Fused(described, tuple(refusals))
+    apply_or_restore(graph, fusions)
+    return Fused(described, tuple(refusals), skeleton.collectives)
+
+
+def apply_or_restore(graph: fx.Graph, fusions: Sequence[Fusion]) -> None:
+    """Changes ``graph`` in place; it is as it was if this raises."""
+    if not fusions:
+        return
+    snapshot = Snapshot(graph)
+    try:
+        apply_fusions(graph, fusions)
+        graph.lint()
+    except BaseException:
+        snapshot.restore()
+        raise
 
 
 def _kinds(options: Options) -> Sequence[CollectiveKind]:

@@ -10,6 +10,7 @@ import torch.fx as fx
 
 if TYPE_CHECKING:
     from torch_patches._inductor.fx_passes.comm_overlap.estimate.calibration import CalibrationTable
+    from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import GroupTable
 
 BucketCap = float | tuple[float, ...] | Callable[[int], float] | None
 
@@ -87,6 +88,8 @@ class Options:
         fuse_chained_all_gathers: make one gather of gathers over one mesh dimension after the other.
         fuse_chained_reduce_scatters: the same for reduce-scatters, whose sums then round otherwise.
         create_flattened_groups: make the process groups that this needs, on all ranks at once.
+        groups: the process groups when the compile started, where chains are fused; None: those of
+            now.
         cross_rank_check: "off", or what to do where ranks decide differently: "warn", "error",
             "agree".
         run_eagerly: the graph is run op by op as it is, not compiled: copies and memory are those of
@@ -125,6 +128,7 @@ class Options:
     fuse_chained_all_gathers: bool = False
     fuse_chained_reduce_scatters: bool = False
     create_flattened_groups: bool = False
+    groups: GroupTable | None = None
     cross_rank_check: str = "off"
     run_eagerly: bool = False
 

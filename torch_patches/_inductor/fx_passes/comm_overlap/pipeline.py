@@ -20,7 +20,11 @@ from dataclasses import replace
 
 import torch.fx as fx
 
-from torch_patches._inductor.fx_passes.comm_overlap.changing import Changed, change_graph
+from torch_patches._inductor.fx_passes.comm_overlap.changing import (
+    Changed,
+    change_graph,
+    report_fusions,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.cross_rank import (
     CrossRankError,
     Vote,
@@ -58,6 +62,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.module_names import (
 from torch_patches._inductor.fx_passes.comm_overlap.notices import (
     RANK_LOCAL_ERRORS,
     raise_if_strict,
+    warn_unfused,
     warn_untagged,
     warn_untouched,
 )
@@ -70,7 +75,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.portable_plan import Portabl
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 from torch_patches._inductor.fx_passes.comm_overlap.reporting import (
     emit_report,
-    fusion_report,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.sources import digest_of as digest_of
 from torch_patches._inductor.fx_passes.comm_overlap.sources import source_digest as source_digest
@@ -111,7 +115,7 @@ def run_joint(
         recorded: what Dynamo knew of the inputs; without it, descriptors and structure decide.
 
     Returns:
-        What became of chains; None where no flag asks for it.
+        What became of chains; None where there are none, or no flag asks for it.
 
     Raises:
         OSError, MemoryError, ...: causes local to this rank (:data:`RANK_LOCAL_ERRORS`).  After any
@@ -121,9 +125,13 @@ def run_joint(
         _tag(graph, recorded)
     if not options.fuses:
         return None
-    before = collect(graph).collectives
     fused = fuse_or_leave(graph, options)
-    report = replace(fusion_report(options, before, fused, collect(graph)), phase="joint")
+    if not fused.fusions and not fused.refusals:
+        return None
+    report = report_fusions(graph, options, fused)
+    if report is None:
+        return None
+    report = replace(report, phase="joint")
     _tell(report, options)
     return report
 
@@ -228,7 +236,8 @@ def _attempt(
     except Exception as error:
         raise_if_strict(error)
         reason = f"{type(error).__name__}: {error}"
-        warn_untouched(reason)
+        warn = warn_unfused if options.bucketing_mode == "none" else warn_untouched
+        warn(reason)
         return _unchanged(graph, options, Report(options.bucketing_mode, failure=reason))
 
 

@@ -91,6 +91,9 @@ class RefusalReason(enum.Enum):
         "recomputes"
     )
     CHAIN_GROUPS = "the chained groups are not registered, or share more than this rank"
+    CHAIN_MESH = (
+        "the mesh's ranks are permuted: other ranks see the order of these groups otherwise"
+    )
     CHAIN_SYMBOLIC = "a symbolic size keeps the chain from being followed"
     CHAIN_ORDER = "one collective would order the elements otherwise"
     CHAIN_NO_GROUP = (

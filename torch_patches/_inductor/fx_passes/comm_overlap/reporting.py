@@ -135,10 +135,9 @@ def build_report(
     )
 
 
-def fusion_report(
-    options: Options, before: Sequence[Collective], fused: Fused, after: Skeleton
-) -> Report:
+def fusion_report(options: Options, fused: Fused, after: Skeleton) -> Report:
     """The report of a joint graph, or of a graph in which nothing but chains was looked at."""
+    before = fused.before if fused.failure is None else after.collectives
     return with_fusions(
         Report(
             mode=options.bucketing_mode,
@@ -148,6 +147,7 @@ def fusion_report(
             groups_after=summarize_groups(after.collectives),
             told_by=count_sources(before),
             schedule_hash=schedule_hash(after),
+            failure=fused.failure,
         ),
         fused,
     )

@@ -8,22 +8,23 @@ carries the data on is an *obstacle*, told with a reason, for instance a cast, o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.graph.evenness import pads_by_nothing
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     first_argument,
     is_cast,
     is_full_slice,
     is_view,
     op_name,
+    op_namespace,
     same_sizes,
     wait_source,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import makes_constant
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Collective,
     CollectiveKind,
@@ -63,7 +64,7 @@ def find_chains(skeleton: Skeleton) -> list[list[Link]]:
             links[collective] = found
     inner = {previous for previous, _ in links.values()}
     chains: list[list[Link]] = []
-    for last in (c for c in links if c not in inner or _has_other_readers(c)):
+    for last in (c for c in links if c not in inner):
         chain: list[Link] = []
         current = last
         while current in links:
@@ -72,10 +73,6 @@ def find_chains(skeleton: Skeleton) -> list[list[Link]]:
             current = previous
         chains.append([Link(current), *reversed(chain)])
     return chains
-
-
-def _has_other_readers(collective: Collective) -> bool:
-    return any(len(wait.users) != 1 for wait in collective.waits)
 
 
 def _previous(
@@ -103,6 +100,8 @@ def _previous(
 
 
 def _carries(node: fx.Node) -> bool:
+    if op_namespace(node.target) != "aten":
+        return False
     return is_view(node) or is_cast(node) or op_name(node.target) in (_SAME | _CUTS)
 
 
@@ -124,6 +123,8 @@ def _obstacle(node: fx.Node) -> RefusalReason | None:
 
 def kind_of_view(node: fx.Node) -> str | None:
     """ "reshape", "permute", "same" (the elements and the shape stay), or None for anything else."""
+    if op_namespace(node.target) != "aten":
+        return None
     name = op_name(node.target)
     if name in _RESHAPES:
         return "reshape"
@@ -137,9 +138,11 @@ def kind_of_view(node: fx.Node) -> str | None:
 def _is_same_size(node: fx.Node, name: str | None) -> bool:
     """A pad by nothing, an expansion to the size it has, a cast that changes nothing."""
     source = first_argument(node)
-    if not isinstance(source, fx.Node) or not (
-        name in ("constant_pad_nd", "expand") or is_cast(node)
-    ):
+    if not isinstance(source, fx.Node):
+        return False
+    if name == "constant_pad_nd":
+        return pads_by_nothing(node)
+    if name != "expand" and not is_cast(node):
         return False
     before, after = source.meta.get("val"), node.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
@@ -154,6 +157,8 @@ def permutation(node: fx.Node) -> list[int]:
     dims = source.meta["val"].dim()
     order = list(range(dims))
     name = op_name(node.target)
+    if dims == 0:
+        return []
     if name == "permute":
         given = node.args[1] if len(node.args) > 1 else node.kwargs["dims"]
         return [int(d) % dims for d in given]  # type: ignore[union-attr, arg-type]
@@ -167,43 +172,3 @@ def permutation(node: fx.Node) -> list[int]:
 def _two_dims(node: fx.Node) -> tuple[int, int]:
     given = [*node.args[1:], *node.kwargs.values()]
     return int(given[0]), int(given[1])  # type: ignore[arg-type]
-
-
-def is_cut_behind(wait: fx.Node) -> bool:
-    """All that is read of a result is its first rows: the rest is the padding of uneven shards."""
-    return _only_first_rows(list(_readers(wait)))
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Users, through nodes that change nothing."""
-    for user in node.users:
-        if user.op == "call_function" and kind_of_view(user) == "same":
-            yield from _readers(user)
-        else:
-            yield user
-
-
-def _only_first_rows(readers: Sequence[fx.Node]) -> bool:
-    return bool(readers) and all(_keeps_first_rows(reader) for reader in readers)
-
-
-def _keeps_first_rows(node: fx.Node) -> bool:
-    if op_name(node.target) not in ("slice", "narrow"):
-        return False
-    given = [*node.args[1:], *node.kwargs.values()]
-    dim, start = (given + [0, 0])[:2] if given else (0, 0)
-    return dim in (0, None) and start in (0, None)
-
-
-def is_padded_in_front(start: fx.Node) -> bool:
-    """What is sent has been padded, perhaps behind a cast or a view."""
-    node = first_argument(start)
-    while isinstance(node, fx.Node) and node.op == "call_function":
-        if op_name(node.target) == "constant_pad_nd" and kind_of_view(node) is None:
-            return True
-        if op_name(node.target) == "cat" and any(map(makes_constant, node.all_input_nodes)):
-            return True
-        if not _carries(node):
-            return False
-        node = first_argument(node)
-    return False

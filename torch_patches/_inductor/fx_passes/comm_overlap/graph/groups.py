@@ -6,7 +6,11 @@ collective belongs to the group object, so two groups with equal ranks keep diff
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import functools
+import math
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -67,47 +71,134 @@ def registered_ranks(group: str) -> tuple[int, ...] | None:
         return None
 
 
-class RegisteredGroups:
-    """The process groups that this process has joined, in the order in which it did.
+@dataclass(frozen=True)
+class KnownMesh:
+    """A device mesh: which ranks share a group, also on other ranks.
 
-    All ranks of two groups have joined them in one order, as c10d demands.
+    Args:
+        sizes: of its dimensions.
+        ranks: row by row.
+        groups: this rank's group of each dimension.
     """
 
-    def __init__(self, targets: Set[str] | None = None) -> None:
-        """Args: ``targets``: the groups that :meth:`like` may find; None for all."""
-        self._targets = targets
-        self._members: dict[str, tuple[int, ...]] = {}
-        self._backends: dict[str, str] = {}
-        self.rank = -1
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    groups: tuple[str, ...]
+
+    def looks_alike(self, groups: Sequence[str], places: Sequence[Sequence[int]]) -> bool:
+        """Every rank of the mesh finds its groups, and the one that they are fused into, as this rank
+        does.
+
+        torch sorts the ranks of a group.  In a mesh whose ranks are permuted the order of a group is
+        then the mesh's on some lines and not on others.
+
+        Args:
+            groups: of the chain.
+            places: for each rank of the fused group, in order, its place in each of ``groups``.
+        """
+        dims = tuple(self.groups.index(group) for group in groups)
+        return _looks_alike(self, dims, tuple(map(tuple, places)))
+
+    def lines(self, dims: Sequence[int], places: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+        """Of each part of the mesh along ``dims`` the ranks at ``places``."""
+        strides = [math.prod(self.sizes[dim + 1 :]) for dim in range(len(self.sizes))]
+        offsets = [
+            sum(place * strides[dim] for dim, place in zip(dims, at, strict=True)) for at in places
+        ]
+        for start in range(len(self.ranks)):
+            if all(start // strides[dim] % self.sizes[dim] == 0 for dim in dims):
+                yield [self.ranks[start + offset] for offset in offsets]
+
+
+@functools.lru_cache(256)
+def _looks_alike(
+    mesh: KnownMesh, dims: tuple[int, ...], places: tuple[tuple[int, ...], ...]
+) -> bool:
+    def in_one_order(along: Sequence[int], at: Sequence[tuple[int, ...]]) -> bool:
+        return len({_order_of(line) for line in mesh.lines(along, at)}) == 1
+
+    each = (in_one_order([dim], [(i,) for i in range(mesh.sizes[dim])]) for dim in dims)
+    return all(each) and in_one_order(dims, places)
+
+
+def _order_of(line: Sequence[int]) -> tuple[int, ...]:
+    """Places of the ranks from the lowest to the highest."""
+    return tuple(sorted(range(len(line)), key=line.__getitem__))
+
+
+@dataclass(frozen=True)
+class GroupTable:
+    """The process groups that a process has joined, in the order in which it did.
+
+    All ranks of two groups have joined them in one order, as c10d demands.  Plain data, taken when a
+    compile starts: a backward that compiles later sees the groups of its forward.
+
+    Args:
+        rank: this rank, -1 where there is none.
+        groups: name, ranks in their order and backend of each; the default group last.
+        meshes: what is known of the meshes behind them.
+    """
+
+    rank: int = -1
+    groups: tuple[tuple[str, tuple[int, ...], str], ...] = ()
+    meshes: tuple[KnownMesh, ...] = ()
+
+    @staticmethod
+    def registered(meshes: Sequence[KnownMesh] = ()) -> GroupTable:
+        """As it is now; empty without torch.distributed."""
         if not dist.is_available() or not dist.is_initialized():
-            return
-        self.rank = dist.get_rank()
+            return GroupTable()
         world = dist.distributed_c10d._world
         default = world.default_pg
-        for group, name in sorted(world.pg_names.items(), key=lambda item: item[0] is default):
-            if group in world.pg_group_ranks:
-                self._members[name] = tuple(dist.get_process_group_ranks(group))
-                self._backends[name] = str(world.pg_backend_config.get(group))
+        groups = [
+            (
+                str(name),
+                tuple(dist.get_process_group_ranks(group)),
+                str(world.pg_backend_config.get(group)),
+            )
+            for group, name in sorted(world.pg_names.items(), key=lambda item: item[0] is default)
+            if group in world.pg_group_ranks
+        ]
+        return GroupTable(dist.get_rank(), tuple(groups), tuple(meshes))
 
-    def describe(self) -> str:
-        """All that decides here, as text: equal text, equal answers."""
-        facts = [(name, ranks, self._backends[name]) for name, ranks in self._members.items()]
-        return repr((self.rank, facts))
+    def only(self, targets: Set[str]) -> GroupTable:
+        """The same, where :meth:`like` finds no other groups than these."""
+        return _TargetsOnly(self.rank, self.groups, self.meshes, frozenset(targets))
+
+    @cached_property
+    def _by_name(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        return {name: (ranks, backend) for name, ranks, backend in self.groups}
 
     def ranks(self, group: str) -> tuple[int, ...] | None:
         """Global ranks of a group in its order; None where this process is not in it."""
-        return self._members.get(group)
+        found = self._by_name.get(group)
+        return None if found is None else found[0]
 
     def like(self, group: str, size: int) -> list[tuple[str, tuple[int, ...]]]:
-        """(name, ranks) of the groups of ``size`` ranks with the backend of ``group``, the default
-        group last."""
+        """(name, ranks) of the groups of ``size`` ranks with the backend of ``group``."""
+        _, wanted = self._by_name.get(group, ((), ""))
         return [
             (name, ranks)
-            for name, ranks in self._members.items()
-            if len(ranks) == size
-            and self._backends[name] == self._backends.get(group)
-            and (self._targets is None or name in self._targets)
+            for name, ranks, backend in self.groups
+            if len(ranks) == size and backend == wanted
         ]
+
+    def looks_alike(self, groups: Sequence[str], places: Sequence[Sequence[int]]) -> bool:
+        """Whether the other ranks of the mesh see what this one does.
+
+        Of groups that no known mesh has it is assumed that theirs lists its ranks in order, as those
+        of ``init_device_mesh`` do.
+        """
+        known = [mesh for mesh in self.meshes if set(groups) <= set(mesh.groups)]
+        return all(mesh.looks_alike(groups, places) for mesh in known)
+
+
+@dataclass(frozen=True)
+class _TargetsOnly(GroupTable):
+    targets: frozenset[str] = frozenset()
+
+    def like(self, group: str, size: int) -> list[tuple[str, tuple[int, ...]]]:
+        return [found for found in super().like(group, size) if found[0] in self.targets]
 
 
 class NamedMesh:
@@ -144,3 +235,7 @@ class NamedMesh:
     def like(self, group: str, size: int) -> list[tuple[str, tuple[int, ...]]]:
         """The groups of all ranks, if these are ``size``."""
         return [(name, ranks) for name, ranks in self._full if len(ranks) == size]
+
+    def looks_alike(self, groups: Sequence[str], places: Sequence[Sequence[int]]) -> bool:
+        """The mesh is in order by what it is."""
+        return True

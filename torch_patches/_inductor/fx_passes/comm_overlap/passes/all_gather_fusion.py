@@ -7,10 +7,10 @@ its ranks: row-major where the outer dimension is gathered last, column-major th
 registered group of so many ranks is the target if its ranks, laid out in that order, have those of
 each of the chain's groups in a line through this rank.
 
-Decisions are the same on all ranks if the groups of a chain are those of one mesh, as a DeviceMesh
-makes them: the grid is then the same for all, and only this rank's lines in it are its own.  Shards
-must be even: a rank with a short one sees other nodes.  A result that is cut behind the chain, or a
-gradient that is padded in front of it, shows that to the other ranks.
+Decisions are the same on all ranks if the groups of a chain are those of one mesh whose ranks are in
+order: the grid is then the same for all, and only this rank's lines in it are its own.  Of a mesh that
+is known (the model's DTensors have one) every rank's lines are looked at.  Shards must be even: a rank
+with a short one sees other nodes (``graph/evenness.py``).
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from typing import Any, Protocol
 
 import torch.fx as fx
 
-from torch_patches._inductor.fx_passes.comm_overlap.graph.chains import (
-    Link,
-    find_chains,
+from torch_patches._inductor.fx_passes.comm_overlap.graph.chains import Link, find_chains
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import schema_arguments
+from torch_patches._inductor.fx_passes.comm_overlap.graph.evenness import (
     is_cut_behind,
     is_padded_in_front,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import schema_arguments
 from torch_patches._inductor.fx_passes.comm_overlap.graph.fuse import fuse_chain
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import first_argument, op_namespace
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import expression_of
@@ -55,6 +54,10 @@ class Groups(Protocol):
     def like(self, group: str, size: int) -> Sequence[tuple[str, tuple[int, ...]]]:
         """(name, ranks) of the groups of ``size`` ranks with the backend of ``group``, in an order
         that all of their ranks share."""
+
+    def looks_alike(self, groups: Sequence[str], places: Sequence[Sequence[int]]) -> bool:
+        """Whether the other ranks of the mesh see the same of these groups and of the one whose
+        ranks have these places in them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,12 +94,17 @@ def plan_fusions(
     fusions: list[Fusion] = []
     refusals: list[Refusal] = []
     writes = _Writes(skeleton)
+    taken: set[Collective] = set()  # two chains may share their first links
     for chain in find_chains(skeleton):
         if chain[0].collective.kind not in kinds:
             continue
         found = _parts(chain, groups, writes)
-        fusions += [part for part in found if isinstance(part, Fusion)]
-        refusals += [part for part in found if isinstance(part, Refusal)]
+        for part in found:
+            if isinstance(part, Refusal):
+                refusals.append(part)
+            elif taken.isdisjoint(members := [link.collective for link in part.links]):
+                fusions.append(part)
+                taken.update(members)
     return fusions, refusals
 
 
@@ -132,6 +140,8 @@ def _fuse(links: Sequence[Link], groups: Groups, writes: _Writes) -> Fusion | Re
         return proof
     for name, ranks in groups.like(links[0].collective.group, math.prod(sizes)):
         if _is_grid(ranks, proof.coordinates, known, groups.rank):
+            if not groups.looks_alike([link.collective.group for link in links], proof.coordinates):
+                return RefusalReason.CHAIN_MESH
             fusion = Fusion(tuple(links), name, ranks, proof.shape)
             return fusion if _has_sayable_shape(fusion) else RefusalReason.CHAIN_SYMBOLIC
     return RefusalReason.CHAIN_NO_GROUP
@@ -154,8 +164,8 @@ def _obstacle(links: Sequence[Link], writes: _Writes) -> RefusalReason | None:
     refused = next((m.refusal for m in members if m.refusal is not None), None)
     if refused is not None:
         return refused
-    if len(last.waits) != 1:
-        return RefusalReason.CHAIN_USERS
+    if any(not _is_read_by_its_wait_alone(m) for m in members):
+        return RefusalReason.USED_BEFORE_WAIT
     keys = [m.key for m in members if m.key is not None]
     if len(keys) < len(members):
         return RefusalReason.NO_METADATA
@@ -171,6 +181,16 @@ def _obstacle(links: Sequence[Link], writes: _Writes) -> RefusalReason | None:
     if is_cut_behind(last.waits[0]) if gathers else is_padded_in_front(first.start):
         return RefusalReason.CHAIN_UNEVEN
     return None
+
+
+def _is_read_by_its_wait_alone(collective: Collective) -> bool:
+    """One wait, directly behind the start."""
+    start = collective.start
+    return (
+        len(collective.waits) == 1
+        and list(start.users) == list(collective.waits)
+        and first_argument(collective.waits[0]) is start
+    )
 
 
 def _policy(collective: Collective) -> tuple[object, ...]:
@@ -190,12 +210,13 @@ class _Writes:
     def lie_between(
         self, first: Collective, last: Collective, members: Sequence[Collective]
     ) -> bool:
-        """One of what the chain reads, or a side effect, between its first start and its last."""
+        """One of what the chain reads, or a side effect, before one collective in its place has read
+        it: a gather there starts last and is waited for last, a reduce-scatter stands first."""
         if len({m.segment for m in members}) != 1:
             return True
         if any(m.wait_segment != first.segment for m in members[:-1]):
             return True
-        end = self._positions[last.start]
+        end = self._positions[last.waits[0]]
         readers: list[fx.Node] = [first.start]
         return any(
             self._positions[after] <= end
