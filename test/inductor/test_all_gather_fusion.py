@@ -19,6 +19,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torch_patches._inductor.fx_passes.comm_overlap.graph.chains import permutation
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import op_name
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import tag_of
@@ -336,6 +337,103 @@ def test_symbolic_sizes() -> None:
         fusions, refusals = planned(b.output(wait))
         assert len(fusions) == fuses
         assert [r.reason for r in refusals] == ([] if fuses else [RefusalReason.CHAIN_SYMBOLIC])
+
+
+def dtensor_pad(b: GraphBuilder, x: fx.Node) -> fx.Node:
+    """As DTensor pads what does not divide: the last piece, and all pieces together again."""
+    pieces = b.call(aten.split.Tensor, x, 8)
+    first, last = b.getitem(pieces, 0), b.getitem(pieces, 1)
+    return b.call(aten.cat, [first, b.call(aten.constant_pad_nd, last, [0, 0, 0, 1])])
+
+
+def test_a_gradient_that_dtensor_pads() -> None:
+    """Rank 0 of 15 rows over 2 x 2: even from there on, and its neighbour pads once more."""
+    b = GraphBuilder()
+    wait = b.scatter_and_wait(dtensor_pad(b, b.placeholder(15, 3)), "sum", 4, "outer")
+    wait = b.scatter_and_wait(wait, "sum", 2, "inner")
+    assert only_refusal(b.output(wait)) is RefusalReason.CHAIN_UNEVEN
+
+
+def test_a_gradient_that_is_padded_in_front_of_another_chain() -> None:
+    """The padding of a third dimension of the mesh, behind which this part is even here."""
+    mesh = Mesh((2, 2, 2))
+    table = {f"d{i}": mesh.lists([i]) for i in range(3)} | {"pair": mesh.lists([1, 2])}
+    b = GraphBuilder()
+    wait = padded(b, b.placeholder(15, 3))
+    for dim in range(3):
+        wait = b.scatter_and_wait(wait, "sum", 2, f"d{dim}")
+    fusions, (refusal,) = planned(b.output(wait), table)
+    assert fusions == []
+    assert refusal.reason is RefusalReason.CHAIN_UNEVEN
+
+
+def test_a_result_that_is_cut_behind_a_view() -> None:
+    """S(1) of one row: its columns are gathered as rows.  A forward that also returns the whole, for
+    its backward, cuts it all the same."""
+    for and_the_whole in (False, True):
+        b, wait = chain()
+        view = b.call(aten.view, wait, [1, -1])
+        part = b.call(aten.slice.Tensor, view, 1, 0, 95)
+        gm = b.output(part, *([view] if and_the_whole else []))
+        assert only_refusal(gm) is RefusalReason.CHAIN_UNEVEN
+
+
+def test_a_pad_that_shifts_keeps_the_size_only() -> None:
+    def shifted(b: GraphBuilder, x: fx.Node) -> fx.Node:
+        return b.call(aten.constant_pad_nd, x, [0, 0, 1, -1])
+
+    b, wait = chain(shifted)
+    assert only_refusal(b.output(wait)) is RefusalReason.CHAIN_UNEVEN
+
+
+def test_a_write_to_the_shard_before_the_last_wait() -> None:
+    """The first gather has landed by then; one gather in their place has not."""
+    b = GraphBuilder()
+    shard = b.placeholder(2, 6)
+    wait = b.gather_and_wait(shard, 2, "inner")
+    start = b.all_gather(wait, 4, "outer")
+    b.call(aten.mul_.Tensor, shard, 2.0)
+    assert only_refusal(b.output(b.wait(start))) is RefusalReason.CHAIN_MUTATION
+
+
+def test_an_op_of_another_namespace_is_what_it_is() -> None:
+    """``clone`` of somebody else may double what it is given."""
+    with torch.library._scoped_library("chain_test", "DEF") as library:
+        library.define("clone(Tensor x) -> Tensor")
+        library.impl("clone", lambda x: 2 * x, "CompositeExplicitAutograd")
+        library.impl("clone", torch.empty_like, "Meta")
+        op = torch.ops.chain_test.clone.default
+        b, wait = chain(lambda b, x: b.call(op, x))
+        assert planned(b.output(wait)) == ([], [])
+
+
+def test_two_chains_that_share_their_first_links() -> None:
+    """The middle result is gathered twice: what leads to it is planned once."""
+    mesh = Mesh((2, 2, 2))
+    table = {f"d{i}": mesh.lists([i]) for i in range(3)} | {"pair": mesh.lists([1, 2])}
+    b = GraphBuilder()
+    wait = b.gather_and_wait(b.gather_and_wait(b.placeholder(2, 3), 2, "d2"), 2, "d1")
+    gm = b.output(*(b.gather_and_wait(wait, 2, "d0") for _ in range(2)))
+    assert [group for _, group in starts(fused(gm, table))] == ["pair", "d0", "d0"]
+
+
+def test_a_start_that_something_else_reads() -> None:
+    """A dead alias of the first start would keep it, launched and never waited for."""
+    b = GraphBuilder()
+    start = b.all_gather(b.placeholder(2, 6), 2, "inner")
+    b.call(aten.alias, start)
+    gm = b.output(b.gather_and_wait(b.wait(start), 4, "outer"))
+    assert planned(gm)[0] == []
+    b = GraphBuilder()
+    wait = b.gather_and_wait(b.placeholder(2, 6), 2, "inner")
+    last = b.call(aten.view, b.all_gather(wait, 4, "outer"), [-1])
+    assert planned(b.output(b.wait(last)))[0] == []
+
+
+def test_views_of_scalars() -> None:
+    b = GraphBuilder()
+    scalar = b.call(aten.transpose.int, b.placeholder(()), 0, 0)
+    assert permutation(scalar) == []
 
 
 # -- random chains --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ A world of eight with a 4 x 2 mesh: the default group has all of its ranks in ro
 from __future__ import annotations
 
 import logging
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,17 +20,21 @@ from torch._inductor import config as inductor_config
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy
 
 import torch_patches
 from torch_patches import _compat, _hooks, config, mesh_groups
-from torch_patches._inductor.fx_passes.comm_overlap import fusing, notices, pipeline
+from torch_patches._inductor.fx_passes.comm_overlap import changing, fusing, notices, pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import GroupTable, KnownMesh
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import op_name
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
-from torch_patches._inductor.fx_passes.comm_overlap.plan import RefusalReason
+from torch_patches._inductor.fx_passes.comm_overlap.passes.all_gather_fusion import plan_fusions
+from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind, RefusalReason
+from torch_patches.backend import read_settings
 from torch_patches.testing.eager_backend import post_grad_eager
 from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.models import Llama, ModelConfig, fully_shard_simple
@@ -227,6 +232,161 @@ def test_a_view_behind_says_one_symbolic_size(mesh: DeviceMesh) -> None:
             assert not any(isinstance(value, torch.SymInt) for value in flat)
 
 
+def lines_through(rank: int, mesh: torch.Tensor) -> list[tuple[int, ...]]:
+    """The groups that torch makes of a mesh's dimensions, sorted."""
+    where = [int(place) for place in (mesh == rank).nonzero()[0]]
+    return [
+        tuple(sorted(mesh.select(1 - dim, where[1 - dim]).tolist())) for dim in range(mesh.dim())
+    ]
+
+
+@pytest.mark.parametrize(
+    ("order", "reason"),
+    [
+        ([0, 1, 2, 3, 4, 5], None),
+        ([3, 4, 5, 0, 1, 2], None),  # each line of dimension 0 backwards
+        ([3, 5, 4, 2, 0, 1], RefusalReason.CHAIN_MESH),
+    ],
+)
+def test_a_permuted_mesh_looks_alike_to_all_ranks(
+    order: list[int], reason: RefusalReason | None
+) -> None:
+    """By their own lines alone, some ranks of the last one would fuse and some would not."""
+    grid = torch.tensor(order).view(2, 3)
+    alone, knowing = set(), set()
+    for rank in range(6):
+        lines = lines_through(rank, grid)
+        groups = [
+            ("a", lines[0], "nccl"),
+            ("b", lines[1], "nccl"),
+            ("all", tuple(range(6)), "nccl"),
+        ]
+        known = KnownMesh((2, 3), tuple(order), ("a", "b"))
+        b = GraphBuilder()
+        gm = b.output(b.gather_and_wait(b.gather_and_wait(b.placeholder(2, 2), 3, "b"), 2, "a"))
+        for meshes, found in (((), alone), ((known,), knowing)):
+            table = GroupTable(rank, tuple(groups), meshes)
+            fusions, refusals = plan_fusions(collect(gm.graph), table, [CollectiveKind.ALL_GATHER])
+            found.add((len(fusions), *(r.reason for r in refusals)))
+    if reason is None:
+        assert knowing == alone == {(1,)}
+    else:
+        assert len(alone) > 1
+        assert {counts[0] for counts in knowing} == {0}
+
+
+def test_unevenness_of_the_joint_graph_is_remembered(mesh: DeviceMesh) -> None:
+    """The split may leave the whole in the forward, and what cuts it in the backward."""
+    outer, inner = names(mesh)
+
+    def graph(is_cut: bool) -> fx.GraphModule:
+        b = GraphBuilder()
+        wait = b.gather_and_wait(b.placeholder(2, 6), 2, inner)
+        wait = b.gather_and_wait(wait, 4, outer)
+        return b.output(b.call(aten.slice.Tensor, wait, 0, 0, 15) if is_cut else wait)
+
+    joint, forward = graph(True), graph(False)
+    pipeline.run_joint(joint.graph, GATHERS)
+    for one, other in zip(joint.graph.nodes, forward.graph.nodes, strict=False):
+        if one.target == other.target:
+            other.meta.update(one.meta)
+    pipeline.run_post_grad(forward.graph, GATHERS)
+    assert launches(forward) == {"all_gather": 2}
+
+
+def test_groups_are_those_of_the_start_of_the_compile(mesh: DeviceMesh) -> None:
+    """A backward that compiles later must not see what its cache key does not."""
+    options = mesh_groups.with_groups(None, GATHERS)
+    world = dist.distributed_c10d._world
+    world.pg_names[object()] = "later"  # type: ignore[index]
+    assert "later" not in repr(options)
+    dist.new_group([0, 1, 2, 3])
+    assert options.groups is not None
+    assert len(mesh_groups.known_groups(None).groups) == len(options.groups.groups) + 1
+    del world.pg_names[next(group for group, name in world.pg_names.items() if name == "later")]
+
+
+def test_only_groups_with_the_backend_of_the_chain_the_default_one_last(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outer, _ = names(mesh)
+    twin = dist.new_group(list(range(8)))
+    assert [name for name, _ in GroupTable.registered().like(outer, 8)] == [
+        str(twin.group_name),
+        "0",
+    ]
+    monkeypatch.setitem(dist.distributed_c10d._world.pg_backend_config, twin, "cpu:mpi")
+    assert [name for name, _ in GroupTable.registered().like(outer, 8)] == ["0"]
+
+
+def test_none_that_is_asked_for_fuses_only(mesh: DeviceMesh) -> None:
+    gm = chains(mesh)
+    report = torch_patches.optimize_graph(gm, bucketing_mode="none", fuse_chained_all_gathers=True)
+    assert (report.mode, len(report.buckets), len(report.fusions)) == ("none", 0, 2)
+    settings = read_settings({"bucketing_mode": "none", "fuse_chained_all_gathers": True})
+    assert settings.options.bucketing_mode == "none"
+    assert read_settings({"fuse_chained_all_gathers": True}).options.bucketing_mode == "topo_span"
+
+
+def test_the_view_behind_has_metadata_of_its_own(mesh: DeviceMesh) -> None:
+    outer, inner = names(mesh)
+    b = GraphBuilder()
+    wait = b.gather_and_wait(b.placeholder(2, 6), 2, inner)
+    wait = b.gather_and_wait(b.call(aten.view, wait, [2, 12]), 4, outer)
+    wait.meta["stack_trace"] = "here"
+    gm = b.output(wait)
+    pipeline.run_post_grad(gm.graph, GATHERS)
+    shapes = {
+        op_name(n.target): tuple(n.meta["val"].shape)
+        for n in gm.graph.nodes
+        if n.op == "call_function"
+    }
+    assert shapes == {
+        "all_gather_into_tensor": (16, 6),
+        "wait_tensor": (16, 6),
+        "view": (8, 12),
+    }
+    assert all(
+        n.meta["stack_trace"] == "here"
+        for n in gm.graph.nodes
+        if op_name(n.target) in ("wait_tensor", "view")
+    )
+
+
+def test_forward_and_backward_links_stay_two(mesh: DeviceMesh) -> None:
+    gm = chains(mesh, count=1)
+    last = [c for c in collect(gm.graph).collectives if c.kind.value == "all_gather"][1]
+    for node in gm.graph.nodes:
+        node.meta["partitioner_tag"] = "is_forward"
+    for node in (last.start, *last.waits):
+        node.meta["partitioner_tag"] = "is_backward"
+        node.meta["autograd_backward"] = True
+    report = pipeline.run_joint(gm.graph, GATHERS)
+    assert report is not None
+    assert [r.reason for r in report.refusals] == [RefusalReason.CHAIN_PHASE]
+
+
+def test_a_failing_report_does_not_undo_what_other_ranks_have_done(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(notices.STRICT_VARIABLE, "0")
+    monkeypatch.setattr(changing, "fusion_report", lambda *args: 1 / 0)
+    for run in (pipeline.run_joint, pipeline.run_post_grad):
+        gm = chains(mesh)
+        assert run(gm.graph, BOTH) is None
+        assert launches(gm) == {"all_gather": 2, "reduce_scatter": 2}
+
+
+def test_a_graph_without_chains_says_nothing(
+    mesh: DeviceMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    b = GraphBuilder()
+    gm = b.output(b.call(aten.neg, b.placeholder(2)))
+    with caplog.at_level(logging.INFO, logger="torch_patches"):
+        assert pipeline.run_joint(gm.graph, BOTH) is None
+    assert caplog.messages == []
+
+
 # -- what is told ---------------------------------------------------------------------------------
 
 
@@ -389,9 +549,45 @@ def test_a_graph_that_holds_its_mesh(mesh: DeviceMesh) -> None:
     assert dist.get_process_group_ranks(group) == [0, 2, 4, 6, 1, 3, 5, 7]
 
 
+@pytest.mark.parametrize(
+    ("placements", "orders"),
+    [
+        ((Shard(0), Shard(0)), [(0, 1)]),
+        ((Shard(0), Shard(1)), [(0,), (1,)]),
+        ((_StridedShard(0, split_factor=2), Shard(0)), [(1, 0)]),
+        ((_StridedShard(0, split_factor=2), Replicate()), [(0,)]),
+    ],
+)
+def test_which_mesh_dimension_cuts_first(
+    mesh: DeviceMesh, placements: tuple[Any, ...], orders: list[tuple[int, ...]]
+) -> None:
+    """FSDP over a tensor-parallel weight has strided shards: the inner dimension cut first."""
+    spec = types.SimpleNamespace(mesh=mesh, placements=placements)
+    assert sorted(_compat.shard_orders(spec)) == orders
+
+
+def test_a_rank_outside_the_mesh_makes_none(mesh: DeviceMesh) -> None:
+    elsewhere = DeviceMesh("cpu", torch.tensor([[4, 5], [6, 7]]))
+    before = members()
+    assert mesh_groups._create(mesh_groups._Wanted(elsewhere, (0, 1))) is None
+    assert members() == before
+
+
+def test_a_group_is_made_by_its_own_ranks(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks of another pipeline stage do not compile this model, and must not be waited for."""
+    given: list[dict[str, Any]] = []
+    real = dist.new_group
+    monkeypatch.setattr(
+        dist, "new_group", lambda *args, **kwargs: given.append(kwargs) or real(*args, **kwargs)
+    )
+    assert _compat.new_group_in_order([0, 1, 4, 5], "fake", "test") is not None
+    assert given[0]["use_local_synchronization"] is True
+
+
 def test_the_flag_alone_has_no_effect(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
     config._warn_unread.cache_clear()
-    before = members()
     model = Weight(init_device_mesh("cpu", (2, 2, 2)), Shard(0), Replicate(), Shard(0))
     before = members()
     compile_weight(model, create_flattened_groups=True)

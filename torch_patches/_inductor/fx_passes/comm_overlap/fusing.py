@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.graph.evenness import UNEVEN_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import GroupTable
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import report_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
@@ -22,7 +23,12 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.all_gather_fusion imp
     apply_fusions,
     plan_fusions,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, CollectiveKind, Refusal
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    Collective,
+    CollectiveKind,
+    Refusal,
+    RefusalReason,
+)
 
 
 @dataclass(frozen=True)
@@ -86,8 +92,17 @@ def fuse_chains(graph: fx.Graph, options: Options) -> Fused:
         skeleton, options.groups or GroupTable.registered(), _kinds(options)
     )
     described = tuple(map(_describe, fusions))
+    _mark_uneven(skeleton.collectives, refusals)
     apply_or_restore(graph, fusions)
     return Fused(described, tuple(refusals), skeleton.collectives)
+
+
+def _mark_uneven(collectives: Sequence[Collective], refusals: Sequence[Refusal]) -> None:
+    uneven = [set(r.members) for r in refusals if r.reason is RefusalReason.CHAIN_UNEVEN]
+    names = set[str]().union(*uneven)
+    for start in (collective.start for collective in collectives):
+        if start.name in names:
+            start.meta = {**start.meta, UNEVEN_MARK: True}
 
 
 def apply_or_restore(graph: fx.Graph, fusions: Sequence[Fusion]) -> None:

@@ -6,6 +6,9 @@
 Where a dimension does not divide, some ranks pad and cut and others do not.  The whole, which they all
 have, is padded too: its padding is cut off behind the last gather, or added in front of the first
 reduce-scatter, perhaps beyond views and other collectives.
+
+What the joint graph shows is noted on its starts: the split may leave a forward with the result and its
+backward with what cuts it.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ import operator
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
-    first_argument,
     is_cast,
     is_full_slice,
     is_view,
@@ -28,19 +30,26 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import makes_c
 
 _PIECES = frozenset({"split", "split_with_sizes", "chunk", "cat", "stack", "clone", "contiguous"})
 _STARTS = frozenset({"all_gather_into_tensor", "reduce_scatter_tensor"})
+#: In ``meta`` of the starts of a chain that was found uneven.
+UNEVEN_MARK = "comm_overlap_uneven"
 #: Nodes looked at; a chain that goes on further counts as uneven.
 _MAX_NODES = 256
 
 
 def is_cut_behind(wait: fx.Node) -> bool:
-    """All that is read of a result, behind views and other gathers, is the first part of it."""
-    pending, seen = [wait], {wait}
+    """All that is read of a result, behind views and other gathers, is the first part of it.
+
+    What a forward graph returns for its backward tells nothing.
+    """
+    pending, seen, is_cut = [wait], {wait}, False
     while pending:
-        readers = [user for user in pending.pop().users if not reads_only_shape(user)]
-        if not readers:
-            return False
-        for reader in readers:
-            if _keeps_first_part(reader) or reader in seen:
+        for reader in pending.pop().users:
+            if reader.op == "output" or reads_only_shape(reader) or reader in seen:
+                continue
+            if _is_part(reader):
+                if not _keeps_first_part(reader):
+                    return False  # parts of a weight, not its padding
+                is_cut = True
                 continue
             if not _passes_on(reader):
                 return False
@@ -48,7 +57,7 @@ def is_cut_behind(wait: fx.Node) -> bool:
             pending.append(reader)
         if len(seen) > _MAX_NODES:
             return True
-    return True
+    return is_cut
 
 
 def is_padded_in_front(start: fx.Node) -> bool:
@@ -95,11 +104,12 @@ def _passes_on(node: fx.Node) -> bool:
     return namespace == "aten" and (is_view(node) or is_cast(node) or name in _PIECES)
 
 
-def _keeps_first_part(node: fx.Node) -> bool:
-    """A slice from 0 on, of any dimension, that does not keep the whole."""
-    if op_namespace(node.target) != "aten" or op_name(node.target) not in ("slice", "narrow"):
-        return False
-    if is_full_slice(node) or not isinstance(first_argument(node), fx.Node):
-        return False
-    start = node.args[2] if len(node.args) > 2 else node.kwargs.get("start", 0)
+def _is_part(node: fx.Node) -> bool:
+    """A slice of any dimension that does not keep the whole."""
+    is_slice = op_namespace(node.target) == "aten" and op_name(node.target) in ("slice", "narrow")
+    return is_slice and not is_full_slice(node)
+
+
+def _keeps_first_part(part: fx.Node) -> bool:
+    start = part.args[2] if len(part.args) > 2 else part.kwargs.get("start", 0)
     return start in (0, None)

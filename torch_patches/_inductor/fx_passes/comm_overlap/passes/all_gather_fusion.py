@@ -25,6 +25,7 @@ import torch.fx as fx
 from torch_patches._inductor.fx_passes.comm_overlap.graph.chains import Link, find_chains
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import schema_arguments
 from torch_patches._inductor.fx_passes.comm_overlap.graph.evenness import (
+    UNEVEN_MARK,
     is_cut_behind,
     is_padded_in_front,
 )
@@ -177,6 +178,8 @@ def _obstacle(links: Sequence[Link], writes: _Writes) -> RefusalReason | None:
         return RefusalReason.CHAIN_PHASE
     if writes.lie_between(first, last, members):
         return RefusalReason.CHAIN_MUTATION
+    if any(UNEVEN_MARK in m.start.meta for m in members):
+        return RefusalReason.CHAIN_UNEVEN
     gathers = first.kind is CollectiveKind.ALL_GATHER
     if is_cut_behind(last.waits[0]) if gathers else is_padded_in_front(first.start):
         return RefusalReason.CHAIN_UNEVEN
