@@ -145,6 +145,8 @@ def _warn_of_unread(options: Options) -> None:
     """Flags that change nothing without others, or in this mode."""
     if options.create_flattened_groups and not options.fuses:
         _warn_unread(("create_flattened_groups",), "fuse_chained_all_gathers", False)
+    if options.keep_gathered_parameters and not options.keeps:
+        _warn_unread(("keep_gathered_parameters",), "bucketing_mode", "none")
     if options.bucketing_mode in ("none", "modules"):
         return
     unread: dict[str, object] = {"module_bucket_plans": options.module_bucket_plans}

@@ -339,6 +339,16 @@ FLAGS: tuple[Flag, ...] = (
         "such a group must compile the same models in the same order, or they wait for each other.",
     ),
     Flag(
+        name="keep_gathered_parameters",
+        default=False,
+        value_type=bool,
+        check=check_bool,
+        allowed="True or False",
+        doc="Where the model asks to gather parameters again in the backward: keep those that the "
+        "forward uses last, as many as max_memory_increase_gb and _ratio allow over the estimated peak of "
+        "the joint graph.",
+    ),
+    Flag(
         name="cross_rank_check",
         default="off",
         value_type=Literal["off", "warn", "error", "agree"],

@@ -28,6 +28,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "none": {},
     "coalesced": {PREFIX + "bucketing_mode": "topo_span", PREFIX + "bucket_mode": "coalesced"},
     "copying": {PREFIX + "bucketing_mode": "topo_span", PREFIX + "bucket_mode": "default"},
+    "kept": {PREFIX + "bucketing_mode": "topo_span", PREFIX + "keep_gathered_parameters": True},
     "two gathers a bucket": {
         PREFIX + "bucketing_mode": "topo_span",
         # The block's largest tensors are 56 KiB: each bucket holds one or a few.
@@ -80,6 +81,11 @@ def test_bucketed_run_launches_one_collective_a_kind(
     for rank in ranks:
         assert rank[form].launches["forward"] == {"all_gather": 1}
         assert rank[form].launches["backward"] == {"all_gather": 1, "reduce_scatter": 1}
+
+
+def test_kept_parameters_are_not_gathered_again(ranks: list[dict[str, Result]]) -> None:
+    for rank in ranks:
+        assert rank["kept"].launches["backward"] == {"reduce_scatter": 1}
 
 
 def test_byte_cap_leaves_more_buckets(ranks: list[dict[str, Result]]) -> None:

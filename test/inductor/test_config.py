@@ -50,6 +50,7 @@ DEFAULTS = {
     "fuse_chained_all_gathers": False,
     "fuse_chained_reduce_scatters": False,
     "create_flattened_groups": False,
+    "keep_gathered_parameters": False,
     "cross_rank_check": "off",
     "custom_runtime_estimation": None,
 }

@@ -7,7 +7,7 @@ as the saved activations of a compiled backward do, or be held by the caller.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
 import torch.fx as fx
@@ -86,6 +86,15 @@ def forecast(
     order = tuple(graph.nodes)
     timeline = simulate(order, skeleton, model, costs)
     return Forecast(order, skeleton, model, costs, live, held, timeline)
+
+
+def joint_peak_bytes(graph: fx.Graph, skeleton: Skeleton, repeated: Set[fx.Node]) -> int:
+    """Peak of a joint graph, run forward and backward, without what ``repeated`` nodes make: that is
+    freed in between.  From sizes that all ranks share."""
+    sizes = {**shared_shard_bytes(skeleton), **dict.fromkeys(repeated, 0)}
+    parameters = frozenset(node for node in sizes if node.op == "placeholder")
+    held, _ = live_bytes_each(graph, parameters, sizes=sizes, idle=skeleton.idle & sizes.keys())
+    return max(held.inputs, *held.at_node)
 
 
 def _computed_in_buckets(parts: Iterable[fx.Node]) -> set[fx.Node]:

@@ -63,3 +63,15 @@ def warn_untouched(reason: str) -> None:
         reason,
         STRICT_VARIABLE,
     )
+
+
+@functools.cache
+def warn_not_kept(reason: str) -> None:
+    """Once per reason."""
+    log.warning(
+        "torch_patches kept no gathered parameter from forward to backward (%s). "
+        "aten_distributed_optimizations.keep_gathered_parameters = False turns it off; "
+        "%s=1 raises with the full trace.",
+        reason,
+        STRICT_VARIABLE,
+    )

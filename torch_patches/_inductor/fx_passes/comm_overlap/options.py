@@ -88,6 +88,7 @@ class Options:
         fuse_chained_all_gathers: make one gather of gathers over one mesh dimension after the other.
         fuse_chained_reduce_scatters: the same for reduce-scatters, whose sums then round otherwise.
         create_flattened_groups: make the process groups that this needs, on all ranks at once.
+        keep_gathered_parameters: keep from forward to backward what the memory cap allows.
         groups: the process groups when the compile started, where chains are fused; None: those of
             now.
         cross_rank_check: "off", or what to do where ranks decide differently: "warn", "error",
@@ -128,6 +129,7 @@ class Options:
     fuse_chained_all_gathers: bool = False
     fuse_chained_reduce_scatters: bool = False
     create_flattened_groups: bool = False
+    keep_gathered_parameters: bool = False
     groups: GroupTable | None = None
     cross_rank_check: str = "off"
     run_eagerly: bool = False
@@ -136,6 +138,11 @@ class Options:
     def fuses(self) -> bool:
         """Whether chained collectives become one."""
         return self.fuse_chained_all_gathers or self.fuse_chained_reduce_scatters
+
+    @property
+    def keeps(self) -> bool:
+        """Whether gathered parameters may stay from forward to backward."""
+        return self.keep_gathered_parameters and self.bucketing_mode != "none"
 
     @property
     def changes(self) -> bool:

@@ -1,6 +1,7 @@
 """The pass list, seen whole, and the entry points that run it.
 
     joint graph:      tag parameter and gradient traffic -> chained collectives as one
+                      -> mark gathered parameters that stay
     post-grad graph:  tag, if no joint graph was seen -> chained collectives as one
                       -> collect -> topo_span -> check -> apply -> report
                       -> collect -> label by module, in the modes that do
@@ -51,6 +52,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.modules import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import tag_of
+from torch_patches._inductor.fx_passes.comm_overlap.keeping import keep_or_leave
 from torch_patches._inductor.fx_passes.comm_overlap.module_names import (
     check_module_names as check_module_names,
 )
@@ -109,13 +111,14 @@ def record_inputs_of(model: object) -> tuple[RecordedInput, ...]:
 def run_joint(
     graph: fx.Graph, options: Options, recorded: Sequence[RecordedInput] = ()
 ) -> Report | None:
-    """Tags the collectives of a joint or inference graph, and makes one of chained ones.
+    """Tags the collectives of a joint or inference graph, makes one of chained ones, and marks
+    gathered parameters that shall stay for the backward.
 
     Args:
         recorded: what Dynamo knew of the inputs; without it, descriptors and structure decide.
 
     Returns:
-        What became of chains; None where there are none, or no flag asks for it.
+        What became of chains and gathered parameters; None where that is nothing.
 
     Raises:
         OSError, MemoryError, ...: causes local to this rank (:data:`RANK_LOCAL_ERRORS`).  After any
@@ -123,15 +126,14 @@ def run_joint(
     """
     if options.bucketing_mode != "none":
         _tag(graph, recorded)
-    if not options.fuses:
-        return None
     fused = fuse_or_leave(graph, options)
-    if not fused.fusions and not fused.refusals:
+    kept = keep_or_leave(graph, options)
+    if not (fused.fusions or fused.refusals or kept.gathers):
         return None
     report = report_fusions(graph, options, fused)
     if report is None:
         return None
-    report = replace(report, phase="joint")
+    report = replace(report, phase="joint", kept_gathers=kept.gathers, kept_bytes=kept.size_bytes)
     _tell(report, options)
     return report
 

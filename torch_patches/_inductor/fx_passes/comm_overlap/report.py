@@ -75,6 +75,7 @@ class Report:
             joint graph), "structure".
         fusions: chains of collectives that became one.
         saved_launches, saved_bytes: by these, as :class:`FusionReport` has it.
+        kept_gathers, kept_bytes: starts of the gathers whose results stay from forward to backward.
         buckets: every bucket made.
         refusals: every collective or bucket that was not merged, with the reason.
         max_span: the largest span of a bucket, in working nodes.
@@ -121,6 +122,8 @@ class Report:
     fusions: tuple[FusionReport, ...] = ()
     saved_launches: int = 0
     saved_bytes: int = 0
+    kept_gathers: tuple[str, ...] = ()
+    kept_bytes: int = 0
     buckets: tuple[BucketReport, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     max_span: int = 0
@@ -168,8 +171,10 @@ class Report:
     def summary(self) -> str:
         """One line for the log."""
         if self.phase == "joint" or self.mode == "none":
+            kept = f"{len(self.kept_gathers)} gathered parameters kept ({_mib(self.kept_bytes)})"
             return (
-                f"comm_overlap {self.phase} graph: {self._fused()}, launches "
+                f"comm_overlap {self.phase} graph: {self._fused()}, "
+                f"{kept + ', ' if self.kept_gathers else ''}launches "
                 f"{_counts(self.collectives_before)} -> {_counts(self.collectives_after)}"
             )
         merged = sum(len(b.members) for b in self.buckets)
@@ -188,8 +193,7 @@ class Report:
     def _fused(self) -> str:
         return (
             f"{len(self.fusions)} chains of {sum(len(f.members) for f in self.fusions)} collectives "
-            f"fused ({self.saved_launches} launches, {self.saved_bytes / (1 << 20):.1f} MiB between "
-            "them saved)"
+            f"fused ({self.saved_launches} launches, {_mib(self.saved_bytes)} between them saved)"
         )
 
     def _estimated(self) -> str:
@@ -206,3 +210,7 @@ class Report:
 
 def _counts(by_kind: dict[str, int]) -> str:
     return " ".join(f"{kind}={count}" for kind, count in by_kind.items()) or "none"
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):.1f} MiB"

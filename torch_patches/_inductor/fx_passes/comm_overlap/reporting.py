@@ -137,7 +137,7 @@ def build_report(
 
 def fusion_report(options: Options, fused: Fused, after: Skeleton) -> Report:
     """The report of a joint graph, or of a graph in which nothing but chains was looked at."""
-    before = fused.before if fused.failure is None else after.collectives
+    before = fused.before or after.collectives
     return with_fusions(
         Report(
             mode=options.bucketing_mode,
@@ -227,6 +227,7 @@ def emit_report(report: Report) -> None:
     counts = counters["inductor"]
     counts["comm_overlap_fused_chains"] += len(report.fusions)
     counts["comm_overlap_saved_launches"] += report.saved_launches
+    counts["comm_overlap_kept_gathers"] += len(report.kept_gathers)
     if report.phase == "post-grad" and report.mode != "none":
         _count_buckets(counts, report)
     trace_structured(

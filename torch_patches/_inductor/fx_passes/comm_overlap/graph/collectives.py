@@ -246,11 +246,11 @@ def _read(
         considered=start.meta.get(CONSIDERED_MARK),
         has_symbolic_size=any(has_symbols(t) for t in (*inputs, *outputs)),
         tag=tag_of(start),
-        backward=_runs_in_backward(start),
+        backward=runs_in_backward(start),
     )
 
 
-def _runs_in_backward(node: fx.Node) -> bool:
+def runs_in_backward(node: fx.Node) -> bool:
     """Says so itself; gathers that checkpointing repeats are marked too (not in torch 2.11)."""
     return bool(node.meta.get("autograd_backward")) or (
         node.meta.get("partitioner_tag") == "is_backward"
