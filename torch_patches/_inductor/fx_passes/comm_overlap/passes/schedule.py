@@ -181,10 +181,7 @@ class _Scheduler:
     def _make_room(self, place: int) -> None:
         """Behind a kernel: what is fused with the next one needs memory before that is reached."""
         self.memory.advance(self.track.slot[place])
-        for unit in self._collectable():
-            if self.memory.live_bytes <= self.limits.peak_bytes:
-                break
-            self._collect(unit, place)
+        self._collect_down_to(self.limits.peak_bytes, place)
 
     def _enter_slot(self, place: int, upcoming_ms: float) -> None:
         self.memory.note_peak(self.memory.live_bytes)
@@ -262,6 +259,9 @@ class _Scheduler:
         if unit.index not in self.started:
             pending = self.pending[unit.group]
             pending.pop() if pending[-1] is unit else pending.remove(unit)
+            # Behind scatters of its own stream it waits anyway; they make room for it.
+            flight = sum(gather.flight_bytes for gather in unit.gathers)
+            self._collect_down_to(self.limits.peak_bytes - flight, place, unit.group)
             self._start_gather(unit, place)
         if unit.index in self.used:
             return
@@ -295,10 +295,10 @@ class _Scheduler:
         self.reached[unit.index] = self.reached.get(unit.index, 0) + 1
         if self._is_reduction(unit):
             live = self.track.start_bytes[collective.index] + self.memory.extra_bytes
-            for flying in self._collectable():
-                if live + self.memory.held_bytes <= self.limits.peak_bytes:
-                    break
-                self._collect(flying, place)
+            without = self.memory.live_bytes - self.memory.held_bytes
+            # Its payload lives on while the next kernel runs.
+            most = max(live - without, collective.size_bytes)
+            self._collect_down_to(self.limits.peak_bytes - most, place)
             self.memory.note_peak(live + self.memory.held_bytes)
             self.memory.held_bytes += collective.size_bytes
         self._launch_if_ready(place, unit)
@@ -392,6 +392,14 @@ class _Scheduler:
     def _collectable(self) -> list[Unit]:
         """Those that were waited for between the same side effects in the input."""
         return [u for u in self.flying if u.members[0].wait_segment == self.segment]
+
+    def _collect_down_to(self, most_bytes: int, place: int, group: str | None = None) -> None:
+        """The oldest ones, of one group if one is given, until no more lives in this slot."""
+        for unit in self._collectable():
+            if self.memory.live_bytes <= most_bytes:
+                break
+            if group is None or unit.group == group:
+                self._collect(unit, place)
 
     def _collect_all(self, place: int) -> None:
         while units := self._collectable():
