@@ -262,6 +262,25 @@ def test_activation_collective_is_waited_for_at_its_first_use() -> None:
     assert text(gm) == "mm s0 mm mm w0 mm mm"
 
 
+def test_a_schedule_is_told_only_of_what_matters_to_it() -> None:
+    """Not of inputs, and of a cast that moves with its gather; but of the activation's use."""
+    s = Sketch()
+    cast = s.call(aten._to_copy, s.placeholder(4, 8, dtype=torch.float64), dtype=torch.float32)
+    h = s.mm(s.x, s.gather_and_wait(cast, 2, "g"))
+    gathered = s.gather_and_wait(s.call(aten.relu, h), 2, "g")
+    gm = s.end(s.call(aten.t, h), s.call(aten.t, gathered))
+    skeleton = collect(gm.graph)
+    costs = MODEL.node_costs(gm.graph, skeleton)
+    track = read_track(list(gm.graph.nodes), skeleton, MODEL, costs, live_bytes(gm.graph))
+    moving = {node for c in skeleton.collectives for node in (c.start, *c.waits)}
+    told = [track.order[place] for place, _ in track.events]
+    compute = {n for n in costs if n not in moving} - {cast}
+    use = track.order[track.uses[1]]
+    expected = [n for n in track.order if n in moving | compute | {use} or n.op == "output"]
+    assert told == expected
+    assert [event for place, event in track.events if track.order[place].op == "output"] == [None]
+
+
 # -- random graphs --------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Lanes, Timeline
 from torch_patches._inductor.fx_passes.comm_overlap.options import DEFAULT_PREFETCH
 from torch_patches._inductor.fx_passes.comm_overlap.passes.occupancy import Occupancy
@@ -155,28 +156,25 @@ class _Scheduler:
 
     def run(self) -> None:
         track = self.track
-        starts = {c.start: c for c in track.skeleton.collectives}
-        waits = {wait: c for c in track.skeleton.collectives for wait in c.waits}
-        prepared = {n for gather in track.gathers.values() for n in gather.preparation}
-        for place, node in enumerate(track.order):
+        for place, event in track.events:
             self.memory.advance(track.slot[place])
-            for collective in self.late_waits.pop(place, ()):
-                self._wait_late(place, collective)
-            if node in track.fences or node.op == "output":
+            if self.late_waits:
+                for collective in self.late_waits.pop(place, ()):
+                    self._wait_late(place, collective)
+            if isinstance(event, ComputeCost):
+                if event.launches:
+                    self._enter_slot(place, event.ms)
+                self.lanes.compute(track.order[place], event)
+                if event.launches:
+                    self._make_room(place + 1)
+            elif event is None:
                 self._start_all(place)
                 self._collect_all(place)
                 self.segment += 1
-            elif node in starts:
-                self._reach_start(place, starts[node])
-            elif node in waits:
-                self._reach_wait(place, node, waits[node])
-            elif node in track.costs and node not in prepared:
-                cost = track.costs[node]
-                if cost.launches:
-                    self._enter_slot(place, cost.ms)
-                self.lanes.compute(node, cost)
-                if cost.launches:
-                    self._make_room(place + 1)
+            elif track.order[place] is event.start:
+                self._reach_start(place, event)
+            else:
+                self._reach_wait(place, track.order[place], event)
 
     def _make_room(self, place: int) -> None:
         """Behind a kernel: what is fused with the next one needs memory before that is reached."""
@@ -391,10 +389,14 @@ class _Scheduler:
 
     def _collectable(self) -> list[Unit]:
         """Those that were waited for between the same side effects in the input."""
+        if not self.flying:
+            return []
         return [u for u in self.flying if u.members[0].wait_segment == self.segment]
 
     def _collect_down_to(self, most_bytes: int, place: int, group: str | None = None) -> None:
         """The oldest ones, of one group if one is given, until no more lives in this slot."""
+        if self.memory.live_bytes <= most_bytes:
+            return
         for unit in self._collectable():
             if self.memory.live_bytes <= most_bytes:
                 break
