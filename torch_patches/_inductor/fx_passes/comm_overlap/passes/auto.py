@@ -3,10 +3,10 @@
     read the track -> for each way to bucket: buckets -> schedule -> time and peak -> keep the best
 
 Merging first and scheduling the buckets mostly finds more overlap than the other way round, where
-compute that hides one collective keeps it from being merged with the next; the latter is one of the
-ways tried all the same ("after schedule").  A plan that is no faster than the input, or whose peak
-exceeds the cap, is not taken.  The ways are a fixed list, so the work is a fixed multiple of one
-schedule.
+compute that hides one collective keeps it from being merged with the next.  Where sizes are left to
+"auto", a search finds them (``cap_search.py``); where the user gives them, merging after a schedule
+is tried besides.  A plan that is no faster than the input, or whose peak exceeds the cap, is not
+taken.  The work is at most a fixed multiple of one schedule.
 """
 
 from __future__ import annotations
