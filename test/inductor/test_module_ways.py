@@ -90,7 +90,7 @@ def test_less_is_done_where_memory_is_short_and_it_is_said(
 ) -> None:
     module_names.warn_reduced.cache_clear()
     gm = captured("bw")
-    tight = Options("transformer_block", bucket_mode="coalesced", max_memory_increase_ratio=0.05)
+    tight = Options("transformer_block", bucket_mode="coalesced", max_memory_increase_ratio=0.01)
     with caplog.at_level(logging.WARNING):
         report = pipeline.run_post_grad(gm.graph, tight)
     assert report is not None

@@ -156,6 +156,34 @@ def test_memory_cap_keeps_a_gather_from_starting_early() -> None:
     assert tight.total_ms <= before
 
 
+def test_gather_that_must_start_waits_for_scatters_where_there_is_no_room() -> None:
+    """It would queue behind them on their stream anyway, so it is no later for it."""
+
+    def crowded() -> fx.GraphModule:
+        s = Sketch()
+        h = s.mm(s.x, s.x)
+        for _ in range(4):
+            s.scatter(s.call(aten.relu, h))
+        return s.end(s.mm(h, s.weight()))
+
+    free, tight = crowded(), crowded()
+    cap = Limits(peak_bytes(tight.graph).peak_bytes, prefetch_kernels=0)
+    assert plan(tight, cap).peak_bytes <= cap.peak_bytes
+    assert schedule(tight, cap).total_ms == schedule(free, Limits(1 << 40, None, 0)).total_ms
+
+
+def test_gather_starts_in_front_of_scatters_that_would_hold_it_up() -> None:
+    """Three of 6 ms, ready 10 ms before its use: behind them it would end 12 ms late."""
+    s = Sketch()
+    h = s.mm(s.x, s.x)
+    for _ in range(3):
+        s.scatter(s.call(aten.relu, h))
+    h = s.mm(h, s.x)
+    gm = s.end(s.mm(h, s.weight()))
+    assert schedule(gm).total_ms == 30.0
+    assert text(gm).startswith("s0 mm s1 s2 s3 mm")
+
+
 def test_bytes_in_flight() -> None:
     gm = layers(3)
     assert schedule(gm, Limits(1 << 40, in_flight_bytes=0, prefetch_kernels=None)).total_ms == 42.0
@@ -232,6 +260,25 @@ def test_activation_collective_is_waited_for_at_its_first_use() -> None:
     assert text(gm) == "mm s0 w0 mm mm mm mm"
     assert schedule(gm).exposed_ms == 0.0
     assert text(gm) == "mm s0 mm mm w0 mm mm"
+
+
+def test_a_schedule_is_told_only_of_what_matters_to_it() -> None:
+    """Not of inputs, and of a cast that moves with its gather; but of the activation's use."""
+    s = Sketch()
+    cast = s.call(aten._to_copy, s.placeholder(4, 8, dtype=torch.float64), dtype=torch.float32)
+    h = s.mm(s.x, s.gather_and_wait(cast, 2, "g"))
+    gathered = s.gather_and_wait(s.call(aten.relu, h), 2, "g")
+    gm = s.end(s.call(aten.t, h), s.call(aten.t, gathered))
+    skeleton = collect(gm.graph)
+    costs = MODEL.node_costs(gm.graph, skeleton)
+    track = read_track(list(gm.graph.nodes), skeleton, MODEL, costs, live_bytes(gm.graph))
+    moving = {node for c in skeleton.collectives for node in (c.start, *c.waits)}
+    told = [track.order[place] for place, _ in track.events]
+    compute = {n for n in costs if n not in moving} - {cast}
+    use = track.order[track.uses[1]]
+    expected = [n for n in track.order if n in moving | compute | {use} or n.op == "output"]
+    assert told == expected
+    assert [event for place, event in track.events if track.order[place].op == "output"] == [None]
 
 
 # -- random graphs --------------------------------------------------------------------------------

@@ -241,6 +241,8 @@ class Lanes:
     def _slowed(self, begin: float, ms: float) -> float:
         """When ``ms`` of compute end that begin at ``begin``, slower under active collectives."""
         self.in_air = [flight for flight in self.in_air if flight.end > begin]
+        if not self.in_air:
+            return begin + ms
         slowdown = self.model.interference.compute_slowdown
         now, left = begin, ms
         for flight in sorted(self.in_air, key=lambda flight: flight.begin):

@@ -3,34 +3,36 @@
     read the track -> for each way to bucket: buckets -> schedule -> time and peak -> keep the best
 
 Merging first and scheduling the buckets mostly finds more overlap than the other way round, where
-compute that hides one collective keeps it from being merged with the next; the latter is one of the
-ways tried all the same ("after schedule").  A plan that is no faster than the input, or whose peak
-exceeds the cap, is not taken.  The ways are a fixed list, so the work is a fixed multiple of one
-schedule.
+compute that hides one collective keeps it from being merged with the next.  Where sizes are left to
+"auto", a search finds them (``cap_search.py``); where the user gives them, merging after a schedule
+is tried besides.  A plan that is no faster than the input, or whose peak exceeds the cap, is not
+taken.  The work is at most a fixed multiple of one schedule.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from torch_patches._inductor.fx_passes.comm_overlap.options import (
     DEFAULT_MEMORY_BYTES,
     DEFAULT_MEMORY_INCREASE,
     DEFAULT_MODULE_MEMORY_INCREASE,
-    DEFAULT_PREFETCH,
     Options,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.after_schedule import (
     merge_after_schedule,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.candidates import select_candidates
+from torch_patches._inductor.fx_passes.comm_overlap.passes.cap_search import (
+    LARGEST_MB,
+    SMALLEST_MB,
+    CapSearch,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.passes.linear import LinearMerger
 from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import plan_greedily
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
 from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import (
     Way,
-    excess_bytes,
+    badness,
     schedule_way,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
@@ -42,8 +44,11 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
 
 GIB = 1 << 30
 
-#: MB a bucket may hold in the ways that "auto" tries, besides the default and no merge at all.
-CAPS_MB = (25.0, 50.0, 100.0, 200.0, 400.0, 800.0)
+#: Least and most MB that "auto" may put in a bucket, besides the default.
+CAPS_MB = (SMALLEST_MB, LARGEST_MB)
+#: Kernels that a gather may start ahead of its use where the user sets no bound: memory is bounded
+#: anyway, so this one bounds the work.
+PREFETCH_KERNELS = 200
 
 
 def memory_limits(options: Options, peak_bytes: int) -> Limits:
@@ -62,7 +67,7 @@ def memory_limits(options: Options, peak_bytes: int) -> Limits:
     flight = options.max_in_flight_gb
     prefetch = options.max_compute_pre_fetch
     if prefetch is None and not options.places_by_modules:  # a module may be of any length
-        prefetch = DEFAULT_PREFETCH
+        prefetch = PREFETCH_KERNELS
     return Limits(
         peak_bytes=peak_bytes + allowed,
         in_flight_bytes=None if flight is None else int(flight * GIB),
@@ -76,21 +81,18 @@ def try_ways(track: Track, options: Options, limits: Limits) -> list[Way]:
     Those within the memory limit come first, then the faster ones; of equals the one with fewer
     launches.
     """
-    ways: list[Way] = []
-    for name, choice in _choices(options):
-        plan = _plan(track, choice, options, limits)
-        ways.append(schedule_way(name, plan, track, limits))
-    alone = next(way for way in ways if way.name == "none").schedule
-    plan = merge_after_schedule(track.order[0].graph, track, alone, options, limits)
-    ways.append(schedule_way("after schedule", plan, track, limits))
-    return sorted(ways, key=lambda way: _badness(way, limits))
-
-
-def _plan(track: Track, choice: Options | None, options: Options, limits: Limits) -> Plan:
-    if choice is not None:
+    alone = schedule_way("none", merge_nothing(track.skeleton, options), track, limits)
+    ways = [alone]
+    if _is_free(options):
+        ways += CapSearch(track, options, limits).ways()
+    else:
         merger = LinearMerger(track, limits.in_flight_bytes)
-        return plan_greedily(track.skeleton, merger, choice)
-    return merge_nothing(track.skeleton, options)
+        asked = plan_greedily(track.skeleton, merger, options)
+        ways.append(schedule_way("as asked", asked, track, limits))
+        graph = track.order[0].graph
+        plan = merge_after_schedule(graph, track, alone.schedule, options, limits)
+        ways.append(schedule_way("after schedule", plan, track, limits))
+    return sorted(ways, key=lambda way: badness(way, limits))
 
 
 def merge_nothing(skeleton: Skeleton, options: Options) -> Plan:
@@ -100,23 +102,6 @@ def merge_nothing(skeleton: Skeleton, options: Options) -> Plan:
     return Plan(refusals=(*refusals, *apart))
 
 
-def _choices(options: Options) -> list[tuple[str, Options | None]]:
-    """Options of each way to bucket; None merges nothing."""
-    if not _is_free(options):
-        return [("as asked", options), ("none", None)]
-    choices: list[tuple[str, Options | None]] = [("default", options), ("none", None)]
-    choices += [(f"{cap:.0f} MB", replace(options, bucket_cap_mb=cap)) for cap in CAPS_MB]
-    return choices
-
-
 def _is_free(options: Options) -> bool:
     """Which bucket sizes to take is left to "auto"."""
     return options.bucketing_mode == "auto" and options.bucket_cap_mb is None
-
-
-def _badness(way: Way, limits: Limits) -> tuple[int, float, int]:
-    return (
-        excess_bytes(way, limits),
-        way.schedule.timeline.total_ms,
-        -sum(len(b.members) for b in way.plan.buckets),
-    )

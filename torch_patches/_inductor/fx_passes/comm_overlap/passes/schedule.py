@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Lanes, Timeline
 from torch_patches._inductor.fx_passes.comm_overlap.options import DEFAULT_PREFETCH
 from torch_patches._inductor.fx_passes.comm_overlap.passes.occupancy import Occupancy
@@ -155,36 +156,30 @@ class _Scheduler:
 
     def run(self) -> None:
         track = self.track
-        starts = {c.start: c for c in track.skeleton.collectives}
-        waits = {wait: c for c in track.skeleton.collectives for wait in c.waits}
-        prepared = {n for gather in track.gathers.values() for n in gather.preparation}
-        for place, node in enumerate(track.order):
+        for place, event in track.events:
             self.memory.advance(track.slot[place])
-            for collective in self.late_waits.pop(place, ()):
-                self._wait_late(place, collective)
-            if node in track.fences or node.op == "output":
+            if self.late_waits:
+                for collective in self.late_waits.pop(place, ()):
+                    self._wait_late(place, collective)
+            if isinstance(event, ComputeCost):
+                if event.launches:
+                    self._enter_slot(place, event.ms)
+                self.lanes.compute(track.order[place], event)
+                if event.launches:
+                    self._make_room(place + 1)
+            elif event is None:
                 self._start_all(place)
                 self._collect_all(place)
                 self.segment += 1
-            elif node in starts:
-                self._reach_start(place, starts[node])
-            elif node in waits:
-                self._reach_wait(place, node, waits[node])
-            elif node in track.costs and node not in prepared:
-                cost = track.costs[node]
-                if cost.launches:
-                    self._enter_slot(place, cost.ms)
-                self.lanes.compute(node, cost)
-                if cost.launches:
-                    self._make_room(place + 1)
+            elif track.order[place] is event.start:
+                self._reach_start(place, event)
+            else:
+                self._reach_wait(place, track.order[place], event)
 
     def _make_room(self, place: int) -> None:
         """Behind a kernel: what is fused with the next one needs memory before that is reached."""
         self.memory.advance(self.track.slot[place])
-        for unit in self._collectable():
-            if self.memory.live_bytes <= self.limits.peak_bytes:
-                break
-            self._collect(unit, place)
+        self._collect_down_to(self.limits.peak_bytes, place)
 
     def _enter_slot(self, place: int, upcoming_ms: float) -> None:
         self.memory.note_peak(self.memory.live_bytes)
@@ -262,6 +257,9 @@ class _Scheduler:
         if unit.index not in self.started:
             pending = self.pending[unit.group]
             pending.pop() if pending[-1] is unit else pending.remove(unit)
+            # Behind scatters of its own stream it waits anyway; they make room for it.
+            flight = sum(gather.flight_bytes for gather in unit.gathers)
+            self._collect_down_to(self.limits.peak_bytes - flight, place, unit.group)
             self._start_gather(unit, place)
         if unit.index in self.used:
             return
@@ -295,10 +293,10 @@ class _Scheduler:
         self.reached[unit.index] = self.reached.get(unit.index, 0) + 1
         if self._is_reduction(unit):
             live = self.track.start_bytes[collective.index] + self.memory.extra_bytes
-            for flying in self._collectable():
-                if live + self.memory.held_bytes <= self.limits.peak_bytes:
-                    break
-                self._collect(flying, place)
+            without = self.memory.live_bytes - self.memory.held_bytes
+            # Its payload lives on while the next kernel runs.
+            most = max(live - without, collective.size_bytes)
+            self._collect_down_to(self.limits.peak_bytes - most, place)
             self.memory.note_peak(live + self.memory.held_bytes)
             self.memory.held_bytes += collective.size_bytes
         self._launch_if_ready(place, unit)
@@ -391,7 +389,19 @@ class _Scheduler:
 
     def _collectable(self) -> list[Unit]:
         """Those that were waited for between the same side effects in the input."""
+        if not self.flying:
+            return []
         return [u for u in self.flying if u.members[0].wait_segment == self.segment]
+
+    def _collect_down_to(self, most_bytes: int, place: int, group: str | None = None) -> None:
+        """The oldest ones, of one group if one is given, until no more lives in this slot."""
+        if self.memory.live_bytes <= most_bytes:
+            return
+        for unit in self._collectable():
+            if self.memory.live_bytes <= most_bytes:
+                break
+            if group is None or unit.group == group:
+                self._collect(unit, place)
 
     def _collect_all(self, place: int) -> None:
         while units := self._collectable():

@@ -42,8 +42,11 @@ def latest_starts(track: Track, gathers: Sequence[Unit], units: Sequence[Unit]) 
         later = next_start.get(unit.group, float("inf"))
         start = min(track.compute_before[unit.use], later) - GATHER_MARGIN * unit.launch.ms
         waiting = arrivals.get(unit.group, [])
-        while waiting and waiting[-1][0] >= start:
+        while waiting and sum(waiting[-1]) > start:
             ready, ms = waiting.pop()
-            start -= ms if ready < later else 0.0
+            if ready < start:
+                start = ready  # behind it, the gather would be late
+            elif ready < later:
+                start -= ms
         latest[unit.index] = next_start[unit.group] = start
     return latest

@@ -44,6 +44,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import (
     settle_form,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.candidates import select_candidates
+from torch_patches._inductor.fx_passes.comm_overlap.passes.caps import BucketCaps
 from torch_patches._inductor.fx_passes.comm_overlap.passes.replicas import (
     follow_scatters,
     scatters_of_replicas,
@@ -84,15 +85,21 @@ def plan_topo_span(
     return plan_greedily(skeleton, Merger(contracted), options)
 
 
-def plan_greedily(skeleton: Skeleton, merger: Merger, options: Options) -> Plan:
-    """The same with merges made, or refused, by ``merger``."""
+def plan_greedily(
+    skeleton: Skeleton, merger: Merger, options: Options, caps: BucketCaps | None = None
+) -> Plan:
+    """The same with merges made, or refused, by ``merger``.
+
+    Args:
+        caps: sizes of buckets in place of those of the options.
+    """
     candidates, refusals = select_candidates(skeleton, options)
     scatter_of = scatters_of_replicas(skeleton.collectives)
     leaders = [c for c in candidates if c.index not in scatter_of]
     replicas = [c for c in candidates if c.index in scatter_of]
-    led = greedy_buckets(leaders, merger, options, refusals)
+    led = greedy_buckets(leaders, merger, options, refusals, caps=caps)
     followed, apart = follow_scatters(led.buckets, replicas, scatter_of, merger, options)
-    alone = greedy_buckets(apart, merger, options, small_first=False)
+    alone = greedy_buckets(apart, merger, options, small_first=False, caps=caps)
     parts = (led, followed, alone)
     buckets = [bucket for part in parts for bucket in part.buckets]
     return Plan(
@@ -108,11 +115,13 @@ def greedy_buckets(
     options: Options,
     refusals: Sequence[Refusal] = (),
     small_first: bool = True,
+    caps: BucketCaps | None = None,
 ) -> Plan:
     """Buckets the candidates key by key and phase by phase, in graph order of the first members.
 
     Args:
         small_first: the first bucket of all-reduces is small, unless caps are given by bucket.
+        caps: see :func:`plan_greedily`.
     """
     by_key: dict[tuple[BucketKey, bool], list[Collective]] = {}
     for candidate in candidates:
@@ -125,7 +134,7 @@ def greedy_buckets(
         if len(members) == 1:
             reasons.append(Refusal((members[0].start.name,), RefusalReason.ALONE_IN_KEY))
             continue
-        run = _KeyRun(key, members, merger, options, small_first)
+        run = _KeyRun(key, members, merger, options, small_first, caps)
         run.take_all()
         buckets.extend(run.buckets)
         reasons.extend(run.refusals)
@@ -168,6 +177,7 @@ class _KeyRun:
     merger: Merger
     options: Options
     small_first: bool = False
+    caps: BucketCaps | None = None
     buckets: list[Bucket] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
 
@@ -185,11 +195,16 @@ class _KeyRun:
         largest = max(candidate.size_bytes for candidate in remaining)
         index = 0
         while remaining:
-            cap = cap_bytes(self.options.bucket_cap_mb, index, self.key, largest)
+            cap = self._cap(index, remaining[0], largest)
             small = index == 0 and cap > FIRST_BUCKET_BYTES and self._starts_small()
             members, remaining, reason = self._fill(remaining, FIRST_BUCKET_BYTES if small else cap)
             self._close(members, reason, small)
             index += 1
+
+    def _cap(self, index: int, first: Collective, largest_bytes: int) -> int:
+        if self.caps is not None:
+            return self.caps.of(self.key, first)
+        return cap_bytes(self.options.bucket_cap_mb, index, self.key, largest_bytes)
 
     def _starts_small(self) -> bool:
         by_bucket = isinstance(self.options.bucket_cap_mb, tuple) or callable(

@@ -34,6 +34,9 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Traffic,
 )
 
+#: Compute that costs nothing.
+_NOTHING = ComputeCost(0.0, 0)
+
 
 @dataclass(frozen=True, eq=False)
 class Track:
@@ -53,6 +56,10 @@ class Track:
         reductions: gradient reductions, by index.
         uses: index of any other collective -> place of the first use of its result.
         fences: nodes that no start or wait crosses.
+        events: place -> what a schedule has to know of it: a collective that starts or is waited
+            for there, the cost of compute, None for a fence or the end.  Preparation of gathers,
+            which moves with them, is left out; so is what costs nothing, but for places that other
+            collectives' waits may move to.
     """
 
     order: Sequence[fx.Node]
@@ -70,6 +77,7 @@ class Track:
     reductions: Mapping[int, Collective]
     uses: Mapping[int, int]
     fences: frozenset[fx.Node]
+    events: Sequence[tuple[int, Collective | ComputeCost | None]]
 
     @property
     def slots(self) -> int:
@@ -127,7 +135,33 @@ def read_track(
         reductions=reductions,
         uses=uses,
         fences=fences,
+        events=_events(order, skeleton, costs, gathers, fences, uses),
     )
+
+
+def _events(
+    order: Sequence[fx.Node],
+    skeleton: Skeleton,
+    costs: Mapping[fx.Node, ComputeCost],
+    gathers: Sequence[Gather],
+    fences: Set[fx.Node],
+    uses: Mapping[int, int],
+) -> list[tuple[int, Collective | ComputeCost | None]]:
+    """See :class:`Track`; linear in nodes."""
+    moving = {node: c for c in skeleton.collectives for node in (c.start, *c.waits)}
+    prepared = {node for gather in gathers for node in gather.preparation}
+    wanted = set(uses.values())
+    found: list[tuple[int, Collective | ComputeCost | None]] = []
+    for place, node in enumerate(order):
+        if node in fences or node.op == "output":
+            found.append((place, None))
+        elif node in moving:
+            found.append((place, moving[node]))
+        elif node in costs and node not in prepared:
+            found.append((place, costs[node]))
+        elif place in wanted:
+            found.append((place, _NOTHING))
+    return found
 
 
 def _sums(

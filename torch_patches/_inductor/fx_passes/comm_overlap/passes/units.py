@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import Device
@@ -41,7 +42,7 @@ class Unit:
     copy_out: ComputeCost | None = None
     gathers: tuple[Gather, ...] = ()
 
-    @property
+    @cached_property
     def index(self) -> int:
         return self.members[0].index
 
@@ -50,21 +51,21 @@ class Unit:
         """Results that are waited for: one of a copying bucket."""
         return 1 if self.copy_in is not None else sum(len(m.waits) for m in self.members)
 
-    @property
+    @cached_property
     def group(self) -> str:
         return self.members[0].group
 
-    @property
+    @cached_property
     def earliest(self) -> int:
         """First place where the inputs of all gathers exist."""
         return max(gather.earliest for gather in self.gathers)
 
-    @property
+    @cached_property
     def latest(self) -> int:
         """Last place in front of which all gathers can start."""
         return min(gather.latest for gather in self.gathers)
 
-    @property
+    @cached_property
     def use(self) -> int:
         """Place of the first wait of a gather."""
         return min(gather.use for gather in self.gathers)

@@ -55,3 +55,14 @@ def reschedule(track: Track, way: Way, limits: Limits) -> Way:
 def excess_bytes(way: Way, limits: Limits) -> int:
     """By how much it exceeds the memory cap."""
     return max(way.schedule.peak_bytes - limits.peak_bytes, 0)
+
+
+def total_ms(way: Way) -> float:
+    """Of its simulated run."""
+    return way.schedule.timeline.total_ms
+
+
+def badness(way: Way, limits: Limits) -> tuple[int, float, int]:
+    """Smaller is better: within the memory limit first, then time, then launches."""
+    merged = sum(len(bucket.members) for bucket in way.plan.buckets)
+    return excess_bytes(way, limits), total_ms(way), len(way.plan.buckets) - merged

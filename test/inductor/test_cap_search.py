@@ -1,0 +1,230 @@
+"""How "auto" finds the sizes of buckets, and caps that depend on where a bucket begins."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import (
+    HostCosts,
+    Interference,
+    RuntimeModel,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.saturation import MIB
+from torch_patches._inductor.fx_passes.comm_overlap.forecast import forecast
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
+    collect,
+    collective_kind,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
+from torch_patches._inductor.fx_passes.comm_overlap.passes import cap_search
+from torch_patches._inductor.fx_passes.comm_overlap.passes.cap_search import CapSearch
+from torch_patches._inductor.fx_passes.comm_overlap.passes.caps import (
+    BucketCaps,
+    fitting_bytes,
+    tapering_bytes,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.passes.linear import LinearMerger
+from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
+from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import plan_greedily
+from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track, read_track
+from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import (
+    Way,
+    badness,
+    excess_bytes,
+    schedule_way,
+    total_ms,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective
+from torch_patches.testing.graph_builder import GraphBuilder
+
+pytestmark = pytest.mark.usefixtures("as_on_gpu")
+aten = torch.ops.aten
+AUTO = Options("auto")
+FREE = Limits(1 << 50, prefetch_kernels=None)
+#: A weight of 25 MiB, two ranks.
+ROWS, WIDTH = 2560, 2560
+
+
+def backward(layers: int) -> torch.fx.GraphModule:
+    """gather -> mm -> scatter of each layer; the result's gradient is as large as the weight."""
+    b = GraphBuilder()
+    h = b.placeholder(ROWS, WIDTH)
+    reduced = []
+    for _ in range(layers):
+        h = b.call(aten.mm, h, b.gather_and_wait(b.placeholder(ROWS // 2, WIDTH), 2, "g"))
+        reduced.append(b.scatter_and_wait(h, "sum", 2, "g"))
+    return b.output(h, *reduced)
+
+
+def model_of(compute_ms: float, launch_ms: float, gib_per_ms: float) -> RuntimeModel:
+    """Products take ``compute_ms``, collectives so much and their bytes at that rate."""
+
+    def custom(node: torch.fx.Node, size_bytes: int | None) -> float:
+        if node.target is aten.mm.default:
+            return compute_ms
+        if collective_kind(node) is None:
+            return 0.0
+        size = size_bytes if size_bytes is not None else ROWS * WIDTH * 4
+        return launch_ms + size / 2**30 / gib_per_ms
+
+    return RuntimeModel(
+        custom=custom, host=HostCosts(0, 0, 0, 0), interference=Interference(1.0, 1.0)
+    )
+
+
+def track_of(gm: torch.fx.GraphModule, model: RuntimeModel) -> Track:
+    now = forecast(gm.graph, collect(gm.graph), model)
+    return read_track(now.order, now.skeleton, model, now.costs, now.live)
+
+
+def uniform(track: Track, limits: Limits, mb: float) -> Way:
+    merger = LinearMerger(track)
+    plan = plan_greedily(track.skeleton, merger, replace(AUTO, bucket_cap_mb=mb))
+    return schedule_way(f"{mb} MB", plan, track, limits)
+
+
+# -- the search ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("compute_ms", "launch_ms", "gib_per_ms"),
+    [(1.0, 5.0, 1.0), (10.0, 0.1, 0.02), (4.0, 1.0, 0.02), (2.0, 0.5, 0.005)],
+)
+def test_no_fixed_size_is_better(compute_ms: float, launch_ms: float, gib_per_ms: float) -> None:
+    """Bound by latency, by compute, by neither, by bandwidth."""
+    track = track_of(backward(24), model_of(compute_ms, launch_ms, gib_per_ms))
+    best = min(CapSearch(track, AUTO, FREE).ways(), key=lambda way: badness(way, FREE))
+    for mb in (25, 50, 100, 200, 400, 800):
+        assert total_ms(best) <= total_ms(uniform(track, FREE, mb)) + 1e-9, mb
+
+
+def test_gathers_and_reductions_may_differ_in_size() -> None:
+    """Gathers want small buckets, so that the first product starts early; the stream is never idle
+    then, and reductions want few launches."""
+    track = track_of(backward(24), model_of(4.0, 0.3, 0.01))
+    best = min(CapSearch(track, AUTO, FREE).ways(), key=lambda way: badness(way, FREE))
+    assert best.name == "all_gather 100 MB, reduce_scatter 400 MB, tapered"
+    gathers = max(len(b.members) for b in best.plan.buckets if b.members[0].index in track.gathers)
+    largest = max(len(b.members) for b in best.plan.buckets)
+    assert (gathers, largest) == (4, 9)
+
+
+def test_work_is_bounded_by_schedules_that_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One plan may be over the cap, and be scheduled a second time, when the last one is left."""
+    track = track_of(backward(24), model_of(4.0, 1.0, 0.02))
+    made: list[str] = []
+
+    def counted(name: str, *args: object) -> Way:
+        made.append(name)
+        return schedule_way(name, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cap_search, "schedule_way", counted)
+    assert len(CapSearch(track, AUTO, FREE).ways()) == len(made) <= cap_search.MAX_SCHEDULES
+    monkeypatch.setattr(cap_search, "MAX_SCHEDULES", 5)
+    made.clear()
+    CapSearch(track, AUTO, FREE).ways()
+    assert len(made) == 5
+
+
+def test_it_sets_out_from_sizes_that_suit_a_wider_dtype_too() -> None:
+    """Gradients are often reduced in float32 where parameters are gathered in bfloat16."""
+    track = track_of(backward(48), model_of(4.0, 1.0, 0.02))
+    names = [way.name for way in CapSearch(track, AUTO, FREE).ways()]
+    assert names[1:4] == ["100 MB", "400 MB", "all_gather 400 MB, reduce_scatter 800 MB"]
+
+
+def test_equal_plans_are_scheduled_once() -> None:
+    """Two small gathers: any size takes both."""
+    track = track_of(backward(1), model_of(4.0, 1.0, 0.02))
+    assert [way.plan.buckets for way in CapSearch(track, AUTO, FREE).ways()] == [()]
+
+
+def test_nothing_to_merge_is_no_way() -> None:
+    b = GraphBuilder()
+    gm = b.output(b.call(aten.relu, b.placeholder(4, 4)))
+    assert CapSearch(track_of(gm, model_of(1, 1, 1)), AUTO, FREE).ways() == []
+
+
+def test_names_do_not_name_groups() -> None:
+    """Ranks of one job name their groups differently."""
+    track = track_of(backward(24), model_of(4.0, 1.0, 0.02))
+    names = [way.name for way in CapSearch(track, AUTO, FREE).ways()]
+    assert len(names) == len(set(names))
+    words = {word.strip(",") for name in names for word in name.split()}
+    kinds = {"all_gather", "reduce_scatter", "MB", "tapered"}
+    assert {word for word in words if not word.isdigit()} <= kinds
+
+
+def test_plan_over_the_memory_cap_is_scheduled_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if each first schedule exceeded the cap by 1 MiB; the second one may use so much less."""
+    track = track_of(backward(24), model_of(4.0, 1.0, 0.02))
+    limits: list[int] = []
+
+    def excess(way: Way, cap: Limits) -> int:
+        return MIB if len(limits) % 2 == 0 else 0
+
+    def again(track: Track, way: Way, lower: Limits) -> Way:
+        limits.append(lower.peak_bytes)
+        return way
+
+    monkeypatch.setattr(cap_search, "excess_bytes", excess)
+    monkeypatch.setattr(cap_search, "reschedule", again)
+    cap = Limits(1 << 34, prefetch_kernels=None)
+    CapSearch(track, AUTO, cap).ways()
+    assert limits and set(limits) == {(1 << 34) - MIB - (1 << 24)}
+
+
+# -- caps ------------------------------------------------------------------------------------------
+
+
+def gathers_of(track: Track) -> list[Collective]:
+    return [gather.collective for gather in track.gathers.values()]
+
+
+def test_bucket_holds_no_more_than_its_first_member_may() -> None:
+    track = track_of(backward(8), model_of(4.0, 1.0, 0.02))
+    first, *_ = gathers_of(track)
+    by_key = {c.key: 100 * MIB for c in track.skeleton.collectives if c.key is not None}
+    caps = BucketCaps(by_key, {first.index: 50 * MIB})
+    plan = plan_greedily(track.skeleton, LinearMerger(track), AUTO, caps)
+    sizes = [len(b.members) for b in plan.buckets if b.members[0].index in track.gathers]
+    assert sizes == [2, 4, 2]
+
+
+def test_gathers_fit_into_what_is_free_in_front_of_their_use() -> None:
+    """A tensor of 100 MiB that dies before the last two products: the gathers before have less."""
+    b = GraphBuilder()
+    h = b.placeholder(ROWS, WIDTH)
+    big = b.call(aten.cat, [h] * 4)
+    h = b.call(aten.mm, h, b.gather_and_wait(b.placeholder(ROWS // 2, WIDTH), 2, "g"))
+    h = b.call(aten.mul.Tensor, h, b.call(aten.sum, big))
+    for _ in range(40):
+        h = b.call(aten.mm, h, h)
+    h = b.call(aten.mm, h, b.gather_and_wait(b.placeholder(ROWS // 2, WIDTH), 2, "g"))
+    track = track_of(b.output(h), model_of(4.0, 1.0, 0.02))
+    limit = max(track.fixed_bytes) + 10 * MIB
+    early, late = (fitting_bytes(track, Limits(limit))[c.index] for c in gathers_of(track))
+    assert early == 10 * MIB
+    assert late >= 100 * MIB
+
+
+def test_buckets_taper_where_no_compute_hides_them() -> None:
+    """100 MiB take 4.88 ms; a quarter of the compute of 4 ms a layer counts."""
+    track = track_of(backward(8), model_of(4.0, 0.0, 0.02))
+    by_key = {c.key: 100 * MIB for c in track.skeleton.collectives if c.key is not None}
+    caps = tapering_bytes(track, by_key)
+    gathers = [caps[index] / MIB for index in track.gathers]
+    whole_ms = 100 / 1024 / 0.02
+    expected = [100 * min(max(layer / whole_ms, 0.125), 1.0) for layer in range(8)]
+    assert gathers == pytest.approx(expected, rel=1e-3)
+    scatters = [caps[index] / MIB for index in track.reductions]
+    assert scatters == pytest.approx(expected[::-1], rel=1e-3)
+
+
+def test_excess_counts_before_time() -> None:
+    track = track_of(backward(8), model_of(1.0, 5.0, 1.0))
+    merged, alone = uniform(track, FREE, 800), uniform(track, FREE, 1)
+    assert badness(merged, FREE) < badness(alone, FREE)
+    tight = Limits(alone.schedule.peak_bytes, prefetch_kernels=None)
+    assert excess_bytes(merged, tight) and badness(alone, tight) < badness(merged, tight)
