@@ -14,6 +14,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.options import (
     DEFAULT_MEMORY_INCREASE,
     DEFAULT_MODULE_MEMORY_INCREASE,
     DEFAULT_PREFETCH,
+    DEFAULT_SCHEDULES,
 )
 from torch_patches.flag_checks import (
     BUCKET_MODES,
@@ -198,8 +199,17 @@ FLAGS: tuple[Flag, ...] = (
         check=check_count,
         allowed=f"an int >= 0, or None for {DEFAULT_PREFETCH}",
         doc="Kernels between the start of a gather and its first use. None: "
-        f"{DEFAULT_PREFETCH}, about three layers of a transformer, and no bound for buckets of modules.",
+        f"{DEFAULT_PREFETCH}, and no bound for buckets of modules.",
         of_torch=True,
+    ),
+    Flag(
+        name="max_schedules",
+        default=DEFAULT_SCHEDULES,
+        value_type=int,
+        check=check_ranks,
+        allowed="an int >= 1",
+        doc="The work budget of 'auto': schedules that it makes of a graph while it looks for bucket "
+        "sizes. Fewer compile faster; the rest of the compile is near-linear in the graph.",
     ),
     Flag(
         name="gpus_per_node",

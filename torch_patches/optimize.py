@@ -44,6 +44,7 @@ def optimize_graph(
     max_memory_increase_ratio: float | None = FROM_FLAG,
     max_in_flight_gb: float | None = FROM_FLAG,
     max_compute_pre_fetch: int | None = FROM_FLAG,
+    max_schedules: int = FROM_FLAG,
     insert_overlap_deps: bool = False,
     gpus_per_node: int = FROM_FLAG,
     estimate_device: str = FROM_FLAG,
@@ -84,8 +85,9 @@ def optimize_graph(
             estimated peak may grow; the smaller counts; with both None 2%, or 10% where modules decide, at least
             32 MiB.
         max_in_flight_gb: GB of collectives started and not used yet; None for no bound of its own.
-        max_compute_pre_fetch: kernels between a gather's start and its first use; None for 50, and for
-            no bound in the modes of modules.
+        max_compute_pre_fetch: kernels between a gather's start and its first use; None for 200, and
+            for no bound in the modes of modules.
+        max_schedules: that "auto" may make while it looks for bucket sizes.
         insert_overlap_deps: hold the order by control dependencies, which only Inductor can lower;
             not taken from the flag.
         gpus_per_node: ranks that share a node.
@@ -136,6 +138,7 @@ def optimize_graph(
         "max_memory_increase_ratio": max_memory_increase_ratio,
         "max_in_flight_gb": max_in_flight_gb,
         "max_compute_pre_fetch": max_compute_pre_fetch,
+        "max_schedules": max_schedules,
         "insert_overlap_deps": insert_overlap_deps,
         "gpus_per_node": gpus_per_node,
         "estimate_device": estimate_device,

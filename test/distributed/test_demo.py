@@ -106,7 +106,7 @@ def test_losses_and_gradients_are_bitwise_equal(ranks: list[dict[str, Result]], 
 @pytest.mark.parametrize("name", BUCKETED)
 def test_reports_announce_what_was_launched(ranks: list[dict[str, Result]], name: str) -> None:
     for rank in ranks:
-        forward, backward = rank[name].reports
+        forward, backward = [r for r in rank[name].reports if r["phase"] == "post-grad"]
         for phase, report in (("forward", forward), ("backward", backward)):
             assert report["collectives_before"] == rank["none"].launches[phase]
             assert report["collectives_after"] == rank[name].launches[phase]

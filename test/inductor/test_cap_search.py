@@ -120,11 +120,11 @@ def test_work_is_bounded_by_schedules_that_are_counted(monkeypatch: pytest.Monke
         return schedule_way(name, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(cap_search, "schedule_way", counted)
-    assert len(CapSearch(track, AUTO, FREE).ways()) == len(made) <= cap_search.MAX_SCHEDULES
-    monkeypatch.setattr(cap_search, "MAX_SCHEDULES", 5)
-    made.clear()
-    CapSearch(track, AUTO, FREE).ways()
-    assert len(made) == 5
+    assert len(CapSearch(track, AUTO, FREE).ways()) == len(made) <= AUTO.max_schedules
+    for budget in (5, 1):
+        made.clear()
+        CapSearch(track, replace(AUTO, max_schedules=budget), FREE).ways()
+        assert len(made) == budget
 
 
 def test_it_sets_out_from_sizes_that_suit_a_wider_dtype_too() -> None:

@@ -31,8 +31,11 @@ MODULE_MODES = ("transformer_block", "modules")
 DEFAULT_MEMORY_INCREASE, DEFAULT_MEMORY_BYTES = 0.02, 32 << 20
 #: The share where modules decide: their depths ask for a block's weights or gradients more.
 DEFAULT_MODULE_MEMORY_INCREASE = 0.1
-#: Kernels that a gather may start ahead of its use: about three layers of a transformer.
-DEFAULT_PREFETCH = 50
+#: Kernels that a gather may start ahead of its use where the user sets no bound: memory is bounded
+#: anyway, so this one bounds the work.
+DEFAULT_PREFETCH = 200
+#: Schedules that "auto" may make of a graph, besides that of the input's buckets.
+DEFAULT_SCHEDULES = 18
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Options:
             None for no bound but the peak's.
         max_compute_pre_fetch: kernels between a gather's start and its first use; None for
             :data:`DEFAULT_PREFETCH`.
+        max_schedules: schedules that "auto" may make of a graph while it looks for bucket sizes; its
+            work budget.
         gpus_per_node: ranks that share a node, on all of them.
         estimate_device: whose constants estimates use.
         compute_slowdown: a kernel takes this many times as long under a collective.
@@ -108,6 +113,7 @@ class Options:
     max_memory_increase_ratio: float | None = None
     max_in_flight_gb: float | None = None
     max_compute_pre_fetch: int | None = None
+    max_schedules: int = DEFAULT_SCHEDULES
     gpus_per_node: int = 8
     estimate_device: str = "H100"
     compute_slowdown: float = 1.2

@@ -13,7 +13,7 @@ lower bound of the traffic.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -84,16 +84,22 @@ def memory_traffic(graph: fx.Graph, idle: Set[fx.Node] = frozenset()) -> dict[fx
     last = {regions[node]: node for node in graph.nodes if node in regions}
     seen: set[tuple[int, fx.Node]] = set()
     result: dict[fx.Node, Traffic] = {}
+    source_of: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node not in regions:
             continue
         region = regions[node]
         read = 0
-        for source in dict.fromkeys(_source(n, idle) for n in node.all_input_nodes):
+        views: dict[fx.Node, list[fx.Node]] = {}
+        for view in node.all_input_nodes:
+            if view not in source_of:
+                source_of[view] = _source(view, idle)
+            views.setdefault(source_of[view], []).append(view)
+        for source, viewed in views.items():
             if regions.get(source) == region or (region, source) in seen:
                 continue
             seen.add((region, source))
-            read += _read_bytes(node, source, idle)
+            read += _read_bytes(node, source, viewed, idle)
         written = _bytes(node) if _leaves(node, regions, idle) else 0
         result[node] = Traffic(read, written, last[region] is node)
     return result
@@ -112,12 +118,13 @@ def _source(node: fx.Node, idle: Set[fx.Node]) -> fx.Node:
     return node
 
 
-def _read_bytes(node: fx.Node, source: fx.Node, idle: Set[fx.Node]) -> int:
+def _read_bytes(
+    node: fx.Node, source: fx.Node, views: Sequence[fx.Node], idle: Set[fx.Node]
+) -> int:
     """What a kernel reads of a tensor: the views it was given of it, at most all of it; rows that
     an embedding picks count as many as it returns."""
     if op_name(node.target) in ("embedding", "index_select", "gather", "index"):
         return min(_bytes(source), _bytes(node))
-    views = [n for n in node.all_input_nodes if _source(n, idle) is source]
     read = sum(_bytes(view) for view in views)
     # A short shard counts as what it is padded to: so much others have.
     padded = any(_is_padded(view, source, idle) for view in views)

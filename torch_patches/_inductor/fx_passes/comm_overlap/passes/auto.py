@@ -15,6 +15,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.options import (
     DEFAULT_MEMORY_BYTES,
     DEFAULT_MEMORY_INCREASE,
     DEFAULT_MODULE_MEMORY_INCREASE,
+    DEFAULT_PREFETCH,
     Options,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.after_schedule import (
@@ -46,9 +47,6 @@ GIB = 1 << 30
 
 #: Least and most MB that "auto" may put in a bucket, besides the default.
 CAPS_MB = (SMALLEST_MB, LARGEST_MB)
-#: Kernels that a gather may start ahead of its use where the user sets no bound: memory is bounded
-#: anyway, so this one bounds the work.
-PREFETCH_KERNELS = 200
 
 
 def memory_limits(options: Options, peak_bytes: int) -> Limits:
@@ -67,7 +65,7 @@ def memory_limits(options: Options, peak_bytes: int) -> Limits:
     flight = options.max_in_flight_gb
     prefetch = options.max_compute_pre_fetch
     if prefetch is None and not options.places_by_modules:  # a module may be of any length
-        prefetch = PREFETCH_KERNELS
+        prefetch = DEFAULT_PREFETCH
     return Limits(
         peak_bytes=peak_bytes + allowed,
         in_flight_bytes=None if flight is None else int(flight * GIB),

@@ -5,8 +5,7 @@
                                                 smaller at the ends?
                                              -> the best
 
-Each step is one plan and one schedule, both near-linear, and there are :data:`MAX_SCHEDULES` at
-most.  What decides is the estimated time, and the memory cap: both are the same on all ranks, and
+Each step is one plan and one schedule, both near-linear, and there are ``max_schedules`` at most.  What decides is the estimated time, and the memory cap: both are the same on all ranks, and
 keys are known by the order in which they appear, since names of groups differ between ranks.
 """
 
@@ -45,8 +44,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
 
 #: MB that buckets may hold; the search goes from one to the next.
 SMALLEST_MB, LARGEST_MB = 25, 1600
-#: Schedules that a search may make.
-MAX_SCHEDULES = 18
 #: MB of gathers and of reductions, which are of a wider dtype, from which it sets out; besides the
 #: default ones.
 _SEEDS_MB = ((100, 100), (400, 400), (400, 800))
@@ -114,7 +111,7 @@ class CapSearch:
         return list(self._ways.values())
 
     def _walk(self) -> None:
-        best = min(self._seeds(), key=self._badness)
+        best = min(self._seeds()[: self._options.max_schedules], key=self._badness)
         moves = self._moves()
         walking = True
         while walking:
@@ -127,7 +124,7 @@ class CapSearch:
                     best, further, walking = further, move.of(further), True
 
     def _can_try(self, sizes: Sizes) -> bool:
-        return sizes in self._tried or self._schedules < MAX_SCHEDULES
+        return sizes in self._tried or self._schedules < self._options.max_schedules
 
     def _badness(self, sizes: Sizes) -> tuple[int, float, int]:
         return badness(self._try(sizes), self._limits)

@@ -27,7 +27,6 @@ import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Lanes, Timeline
-from torch_patches._inductor.fx_passes.comm_overlap.options import DEFAULT_PREFETCH
 from torch_patches._inductor.fx_passes.comm_overlap.passes.occupancy import Occupancy
 from torch_patches._inductor.fx_passes.comm_overlap.passes.timing import (
     REDUCTION_MARGIN,
@@ -42,6 +41,9 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Move,
     Traffic,
 )
+
+#: Kernels between the wait of another collective and its first use where nothing bounds them.
+_NEAR_KERNELS = 50
 
 
 @dataclass(frozen=True)
@@ -343,7 +345,7 @@ class _Scheduler:
         if not over or (bound is not None and self.in_flight > bound):
             return
         near = self.limits.prefetch_kernels
-        if self.memory.is_room_for_long(over, limit, DEFAULT_PREFETCH if near is None else near):
+        if self.memory.is_room_for_long(over, limit, _NEAR_KERNELS if near is None else near):
             self.memory.occupy(over.start, over.stop, size)
             self.late_waits.setdefault(use, []).append(collective)
             self.used.add(collective.index)
