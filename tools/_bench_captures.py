@@ -14,6 +14,8 @@ _SHORT = "--seq 2048 --batch 1"
 # Enough work to hide FSDP's traffic between nodes under (16,384 tokens a rank, or 32,768 for eight);
 # without recomputation the activations would not fit a GPU.
 _LONG = "--seq 8192 --batch 2 --ac block"
+# Half of it: gathers about as long as what hides them.
+_MIDDLE = "--seq 8192 --batch 1 --ac block"
 _LONG_TP = "--seq 8192 --batch 4 --ac block"
 # The sizes of DeepSeek's 16B model (V2-Lite): 64 routed experts of which a token sees six, two shared
 # ones, one dense layer first, latent attention.  Experts are spread over the eight ranks of a node and
@@ -29,6 +31,9 @@ RECIPES: dict[str, str] = {
     "moe_16x8": f"{_MOE} --mesh 16x8",
     "llama_fsdp64": f"{_LLAMA} {_SHORT} --mode fsdp --mesh 64",
     "llama_fsdp64_long": f"{_LLAMA} {_LONG} --mode fsdp --mesh 64",
+    "llama_fsdp64_middle": f"{_LLAMA} {_MIDDLE} --mode fsdp --mesh 64",
+    "llama_fsdp256_middle": f"{_LLAMA} {_MIDDLE} --mode fsdp --mesh 256",
+    "llama_fsdp8_tp8_middle": f"{_LLAMA} {_MIDDLE} --mode fsdp_tp --mesh 8x8",
     "llama_fsdp256": f"{_LLAMA} {_SHORT} --mode fsdp --mesh 256",
     "llama_fsdp256_long": f"{_LLAMA} {_LONG} --mode fsdp --mesh 256",
     "llama_fsdp8_tp8": f"{_LLAMA} {_SHORT} --mode fsdp_tp --mesh 8x8",
