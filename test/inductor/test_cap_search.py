@@ -35,7 +35,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import (
     schedule_way,
     total_ms,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, MergeForm
 from torch_patches.testing.graph_builder import GraphBuilder
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
@@ -125,6 +125,23 @@ def test_work_is_bounded_by_schedules_that_are_counted(monkeypatch: pytest.Monke
         made.clear()
         CapSearch(track, replace(AUTO, max_schedules=budget), FREE).ways()
         assert len(made) == budget
+
+
+@pytest.mark.parametrize("member_us", [0.0, 4000.0])
+def test_buckets_are_copied_where_the_host_is_what_limits(member_us: float) -> None:
+    """Each member of a zero-copy launch costs the host so much; a copied bucket is one of two kernels
+    more."""
+    model = replace(model_of(0.5, 1.0, 1.0), host=HostCosts(10.0, 10.0, member_us, 1.0))
+    track = track_of(backward(24), model)
+    ways = CapSearch(track, AUTO, FREE).ways()
+    best = min(ways, key=lambda way: badness(way, FREE))
+    forms = {bucket.form for bucket in best.plan.buckets}
+    assert forms == {MergeForm.COPY if member_us else MergeForm.COALESCED}
+    assert best.name.endswith(", copied all_gather, reduce_scatter") == bool(member_us)
+    asked = CapSearch(track, replace(AUTO, bucket_mode="coalesced"), FREE).ways()
+    assert {b.form for way in asked for b in way.plan.buckets} == {MergeForm.COALESCED}
+    if not member_us:  # nothing is tried that cannot help
+        assert {b.form for way in ways for b in way.plan.buckets} == {MergeForm.COALESCED}
 
 
 def test_it_sets_out_from_sizes_that_suit_a_wider_dtype_too() -> None:

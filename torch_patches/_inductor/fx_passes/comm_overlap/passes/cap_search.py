@@ -1,16 +1,19 @@
 """Finds the sizes of buckets for "auto": a walk from the best of a few, while it gets better.
 
-    default, 100 MB, 400 MB, ... -> the best -> twice as large? half?
+    default, 100 MB, 400 MB, ... -> the best -> copied, where the host is what limits?
+                                                twice as large? half?
                                                 only gathers? only reductions? only one key?
                                                 smaller at the ends?
                                              -> the best
 
-Each step is one plan and one schedule, both near-linear, and there are ``max_schedules`` at most.  What decides is the estimated time, and the memory cap: both are the same on all ranks, and
-keys are known by the order in which they appear, since names of groups differ between ranks.
+Each step is one plan and one schedule, both near-linear, and there are ``max_schedules`` at most.
+What decides is the estimated time, and the memory cap: both are the same on all ranks, and keys are
+known by the order in which they appear, since names of groups differ between ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.saturation import MIB
@@ -49,6 +52,8 @@ SMALLEST_MB, LARGEST_MB = 25, 1600
 _SEEDS_MB = ((100, 100), (400, 400), (400, 800))
 #: A second schedule of a plan over the memory cap aims lower by the excess and this part of the cap.
 _MARGIN = 1024
+#: The host limits a run if it issues its last work behind this share of it.
+_HOST_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -58,10 +63,13 @@ class Sizes:
     Args:
         caps: bytes by key, keys in order of appearance.
         tapered: buckets are smaller at the ends of the graph, where no compute hides them.
+        copied: places of the keys whose buckets are copied together.  The host issues each member of
+            a zero-copy bucket, and one collective of a copied one.
     """
 
     caps: tuple[int, ...]
     tapered: bool = False
+    copied: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -70,22 +78,25 @@ class _Move:
 
     Args:
         places: of the keys whose buckets become ``numerator / denominator`` times as large.
-        tapers: turns ``tapered`` over.
+        tapers, copies: turns ``tapered`` over, or ``copied`` for ``places``.
     """
 
     places: tuple[int, ...] = ()
     numerator: int = 1
     denominator: int = 1
     tapers: bool = False
+    copies: bool = False
 
     def of(self, sizes: Sizes) -> Sizes | None:
         """Where it leads to; None beyond the bounds."""
+        if self.copies:
+            return replace(sizes, copied=sizes.copied ^ frozenset(self.places))
         caps = list(sizes.caps)
         for place in self.places:
             caps[place] = caps[place] * self.numerator // self.denominator
             if not SMALLEST_MB * MIB <= caps[place] <= LARGEST_MB * MIB:
                 return None
-        return Sizes(tuple(caps), sizes.tapered != self.tapers)
+        return replace(sizes, caps=tuple(caps), tapered=sizes.tapered != self.tapers)
 
 
 class CapSearch:
@@ -101,7 +112,7 @@ class CapSearch:
         self._is_gather = [key.kind is CollectiveKind.ALL_GATHER for key in self._largest]
         self._fitting = fitting_bytes(track, limits)
         self._tried: dict[Sizes, Way] = {}
-        self._ways: dict[tuple[tuple[int, ...], ...], Way] = {}  # by members of the buckets
+        self._ways: dict[tuple[tuple[object, ...], ...], Way] = {}  # by form and members of buckets
         self._schedules = 0
 
     def ways(self) -> list[Way]:
@@ -117,11 +128,17 @@ class CapSearch:
         while walking:
             walking = False
             for move in moves:
+                if move.copies and not self._is_host_bound(best):
+                    continue
                 further = move.of(best)
                 while further is not None and self._can_try(further):
                     if not self._badness(further) < self._badness(best):
                         break
                     best, further, walking = further, move.of(further), True
+
+    def _is_host_bound(self, sizes: Sizes) -> bool:
+        timeline = self._try(sizes).schedule.timeline
+        return timeline.host_ms > _HOST_SHARE * timeline.total_ms
 
     def _can_try(self, sizes: Sizes) -> bool:
         return sizes in self._tried or self._schedules < self._options.max_schedules
@@ -140,22 +157,30 @@ class CapSearch:
         return tuple((gather_mb if g else reduction_mb) * MIB for g in self._is_gather)
 
     def _moves(self) -> list[_Move]:
-        """Those that change much come first."""
+        """Those that change much come first; the form before sizes, which depend on it."""
         every = tuple(range(len(self._is_gather)))
         kinds = [tuple(p for p in every if self._is_gather[p] is kind) for kind in (False, True)]
         groups = dict.fromkeys((every, *kinds, *((place,) for place in every)))
         sized = [_Move(p, *by) for p in groups if p for by in ((2, 1), (1, 2))]
-        return [*sized, _Move(tapers=True)]
+        return [*self._copying([every, *kinds]), *sized, _Move(tapers=True)]
+
+    def _copying(self, kinds: Sequence[tuple[int, ...]]) -> list[_Move]:
+        """Where the form is left to the pass: keys that have both."""
+        if self._options.bucket_mode is not None:
+            return []
+        both = frozenset(place for place, key in enumerate(self._largest) if not key.needs_copies)
+        groups = dict.fromkeys(tuple(p for p in places if p in both) for places in kinds)
+        return [_Move(places, copies=True) for places in groups if places]
 
     # -- plans -------------------------------------------------------------------------------------
 
     def _try(self, sizes: Sizes) -> Way:
         if sizes not in self._tried:
             plan = self._plan(sizes)
-            members = tuple(tuple(m.index for m in b.members) for b in plan.buckets)
-            if members not in self._ways:
-                self._ways[members] = self._schedule(self._name(sizes), plan)
-            self._tried[sizes] = self._ways[members]
+            made = tuple((b.form, *(m.index for m in b.members)) for b in plan.buckets)
+            if made not in self._ways:
+                self._ways[made] = self._schedule(self._name(sizes), plan)
+            self._tried[sizes] = self._ways[made]
         return self._tried[sizes]
 
     def _plan(self, sizes: Sizes) -> Plan:
@@ -165,7 +190,9 @@ class CapSearch:
             for index, size in tapering_bytes(self._track, by_key).items():
                 by_first[index] = min(by_first.get(index, size), size)
         merger = LinearMerger(self._track, self._limits.in_flight_bytes)
-        caps = BucketCaps(by_key, by_first)
+        keys = list(self._largest)
+        copied = frozenset(keys[place] for place in sizes.copied)
+        caps = BucketCaps(by_key, by_first, copied)
         return plan_greedily(self._track.skeleton, merger, self._options, caps)
 
     def _schedule(self, name: str, plan: Plan) -> Way:
@@ -185,7 +212,10 @@ class CapSearch:
         """As reports have it: the same on all ranks."""
         whole = {cap // MIB for cap in sizes.caps}
         found = f"{whole.pop()} MB" if len(whole) == 1 else self._sizes_by_kind(sizes)
-        return found + (", tapered" if sizes.tapered else "")
+        keys = list(self._largest)
+        kinds = dict.fromkeys(keys[place].kind.value for place in sorted(sizes.copied))
+        copied = f", copied {', '.join(kinds)}" if kinds else ""
+        return found + (", tapered" if sizes.tapered else "") + copied
 
     def _sizes_by_kind(self, sizes: Sizes) -> str:
         by_kind: dict[str, list[str]] = {}

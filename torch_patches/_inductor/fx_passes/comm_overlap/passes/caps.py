@@ -1,4 +1,5 @@
-"""How large buckets may become: by key, less where memory is short and at the end of the graph.
+"""How large buckets may become: by key, less where memory is short and at the end of the graph; and
+which are copied together.
 
 gathers      |small|  large   |   large    |  large  |     the first one has to fit beside what
 memory       ######.............................              fills memory while it is in flight
@@ -8,7 +9,7 @@ scatters          |   large    |   large    | large  |small|  nothing hides what
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
@@ -30,10 +31,12 @@ class BucketCaps:
     Args:
         by_key: bytes of a bucket of each key.
         by_first: index of a collective -> bytes of a bucket that begins with it, if these are less.
+        copied: keys whose buckets are copied together, whatever the options leave to the pass.
     """
 
     by_key: Mapping[BucketKey, int]
     by_first: Mapping[int, int] = field(default_factory=dict)
+    copied: Set[BucketKey] = frozenset()
 
     def of(self, key: BucketKey, first: Collective) -> int:
         """Bytes of the bucket of ``key`` that begins with ``first``."""

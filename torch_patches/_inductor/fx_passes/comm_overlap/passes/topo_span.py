@@ -188,7 +188,8 @@ class _KeyRun:
 
     @property
     def form(self) -> MergeForm:
-        return choose_form(self.options, self.key)
+        copied = self.caps is not None and self.key in self.caps.copied
+        return MergeForm.COPY if copied else choose_form(self.options, self.key)
 
     def take_all(self) -> None:
         remaining = list(self.candidates)
