@@ -1,6 +1,8 @@
 """The pipeline as a whole: what it reports, what it does when something fails."""
 
+import contextlib
 import copy
+import gc
 import json
 import logging
 
@@ -216,3 +218,31 @@ def test_digest_sees_names_and_contents_of_every_file(tmp_path):
         seen.add(pipeline.digest_of(tmp_path))
     assert len(seen) == 4
     assert pipeline.digest_of(tmp_path) in seen
+
+
+class TestGarbageCollection:
+    """Paused while a pass runs, and as it was afterwards."""
+
+    @pytest.mark.parametrize("was_on", [True, False])
+    @pytest.mark.parametrize("fails", [True, False])
+    def test_paused_and_restored(self, monkeypatch, was_on, fails):
+        during = []
+
+        def look(*args, **kwargs):
+            during.append(gc.isenabled())
+            if fails:
+                raise MemoryError
+            return collect(*args, **kwargs)
+
+        collect = changing.collect
+        monkeypatch.setattr(changing, "collect", look)
+        before = gc.isenabled()
+        try:
+            gc.enable() if was_on else gc.disable()
+            with contextlib.suppress(MemoryError):
+                pipeline.optimize_graph(small_graph(), TOPO_SPAN)
+            assert gc.isenabled() == was_on
+            assert during
+            assert not any(during)
+        finally:
+            gc.enable() if before else gc.disable()

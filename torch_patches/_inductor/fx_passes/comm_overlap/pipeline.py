@@ -40,6 +40,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import (
     EstimationError,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.fusing import fuse_or_leave
+from torch_patches._inductor.fx_passes.comm_overlap.gc_pause import without_gc
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     collect,
     collective_kind,
@@ -108,6 +109,7 @@ def record_inputs_of(model: object) -> tuple[RecordedInput, ...]:
         return ()
 
 
+@without_gc
 def run_joint(
     graph: fx.Graph, options: Options, recorded: Sequence[RecordedInput] = ()
 ) -> Report | None:
@@ -189,6 +191,7 @@ def _node_stacks(graph: fx.Graph, options: Options) -> dict[fx.Node, tuple[Modul
         return {}
 
 
+@without_gc
 def run_post_grad(
     graph: fx.Graph,
     options: Options,
