@@ -1,0 +1,226 @@
+"""Training steps on real devices, the implementations beside each other.
+
+    torchrun --nproc-per-node 4 tools/bench_train.py                          # NCCL
+    torchrun --nproc-per-node 4 tools/bench_train.py --cpu --tiny             # gloo; checks the script only
+
+A Llama in float32 shards, gathered and computed in bfloat16, gradients averaged in float32, AdamW; each
+implementation compiles its own copy with equal weights and trains it on equal data.  ``--impls``:
+
+    none            torch.compile, no pass
+    torch           torch's own overlap scheduling and bucketing (its default flags)
+    MODE            ours with that bucketing_mode
+    MODE+FLAG...    the same with flags of ours on: fuse (both chained fusions), keep
+                    (keep_gathered_parameters, 2 GB), agree (cross_rank_check)
+
+One JSON line for each workload and implementation (median and spread of whole steps without a host
+synchronisation between them, peak memory, seconds of the first step, losses); the table comes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+import torch_patches  # noqa: F401  registers the flags
+from torch_patches.testing.models import Llama, ModelConfig
+from torch_patches.testing.parallelize import fully_shard_simple, replicate_simple
+
+PREFIX = "aten_distributed_optimizations."
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and how it is spread; see ``parallelise``."""
+
+    model: ModelConfig
+    strategy: str
+    batch: int
+    seq: int
+
+
+def _llama(layers: int, dim: int, seq: int, vocab: int = 32000) -> ModelConfig:
+    heads = dim // 128 if dim >= 1024 else 8
+    return ModelConfig(
+        layers=layers, dim=dim, heads=heads, kv_heads=max(heads // 4, 1), vocab=vocab, max_seq=seq
+    )
+
+
+WORKLOADS: dict[str, Workload] = {
+    "2b_fsdp": Workload(_llama(8, 4096, 2048), "fsdp", 1, 2048),
+    "small_fsdp": Workload(_llama(16, 1024, 1024), "fsdp", 2, 1024),
+    "small_s0s0": Workload(_llama(16, 1024, 1024), "s0s0", 2, 1024),
+    "ddp": Workload(_llama(8, 2048, 1024), "ddp", 1, 1024),
+    "hsdp": Workload(_llama(8, 2048, 2048), "hsdp", 1, 2048),
+}
+FLAGS: dict[str, dict[str, object]] = {
+    "fuse": {"fuse_chained_all_gathers": True, "fuse_chained_reduce_scatters": True},
+    "keep": {"keep_gathered_parameters": True, "max_memory_increase_gb": 2.0},
+    "agree": {"cross_rank_check": "agree"},
+}
+
+
+def flags_of(implementation: str) -> dict[str, object]:
+    """Entries of Inductor's config."""
+    mode, *extra = implementation.split("+")
+    if mode == "torch":
+        return {PREFIX + "enable_overlap_scheduling": True, PREFIX + "collective_bucketing": True}
+    flags: dict[str, object] = {"bucketing_mode": mode, "gpus_per_node": GPUS_PER_NODE}
+    for name in extra:
+        flags.update(FLAGS[name])
+    return {PREFIX + name: value for name, value in flags.items()}
+
+
+def parallelise(model: nn.Module, strategy: str, device: str) -> None:
+    ranks, low = dist.get_world_size(), torch.bfloat16
+    two = {"hsdp": ("replicate", "shard"), "s0s0": ("outer", "inner")}
+    if strategy in two:
+        mesh = init_device_mesh(device, (2, ranks // 2), mesh_dim_names=two[strategy])
+        first = Replicate() if strategy == "hsdp" else Shard(0)
+        fully_shard_simple(model, mesh, mp_dtype=low, placements=(first, Shard(0)))
+        return
+    mesh = init_device_mesh(device, (ranks,))
+    if strategy == "ddp":
+        replicate_simple(model, mesh, mp_dtype=low)
+    else:
+        fully_shard_simple(model, mesh, mp_dtype=low)
+
+
+def make_step(workload: Workload, device: torch.device) -> Callable[[], torch.Tensor]:
+    """A whole training step; returns its loss, not waited for."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Llama(workload.model)
+    parallelise(model, workload.strategy, device.type)
+    compiled: Any = torch.compile(model, fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    generator = torch.Generator(device).manual_seed(1000 + dist.get_rank())
+    shape = (workload.batch, workload.seq)
+    tokens = torch.randint(workload.model.vocab, shape, generator=generator, device=device)
+    targets = tokens.roll(-1, dims=1)
+
+    def step() -> torch.Tensor:
+        loss = compiled(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    return step
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def measure(
+    name: str, implementation: str, options: argparse.Namespace, device: torch.device
+) -> dict[str, Any]:
+    workload = options.workloads_by_name[name]
+    torch._dynamo.reset()
+    counters.clear()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with config.patch({**flags_of(implementation), "force_disable_caches": True}):
+        step = make_step(workload, device)
+        started = time.perf_counter()
+        losses = [step()]
+        synchronize(device)
+        first_s = time.perf_counter() - started
+        losses += [step() for _ in range(options.warm_up)]
+        times = []
+        for _ in range(options.rounds):
+            synchronize(device)
+            started = time.perf_counter()
+            losses += [step() for _ in range(options.steps)]
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append((time.perf_counter() - started) / options.steps * 1e3)
+    is_cuda = device.type == "cuda"
+    return {
+        "workload": name,
+        "implementation": implementation,
+        "ms": round(statistics.median(times), 3),
+        "lowest_ms": round(min(times), 3),
+        "highest_ms": round(max(times), 3),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if is_cuda else 0.0,
+        "first_step_s": round(first_s, 1),
+        "losses": [round(float(loss), 6) for loss in losses],
+        "counters": {k: v for k, v in counters["inductor"].items() if "comm_overlap" in k},
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--impls", nargs="+", default=["none", "torch", "topo_span", "auto"])
+    parser.add_argument("--steps", type=int, default=10, help="of a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warm-up", type=int, default=3, help="steps behind the first one")
+    parser.add_argument("--cpu", action="store_true", help="gloo on CPU, judged as on GPUs")
+    parser.add_argument("--tiny", action="store_true", help="two narrow layers of each")
+    options = parser.parse_args()
+    options.workloads_by_name = dict(WORKLOADS)
+    if options.tiny:
+        tiny = ModelConfig(layers=2)
+        options.workloads_by_name = {
+            name: replace(w, model=tiny, batch=2, seq=32) for name, w in WORKLOADS.items()
+        }
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
+    dist.init_process_group("gloo" if options.cpu else "nccl")
+    device = torch.device("cpu")
+    if not options.cpu:
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+        device = torch.device("cuda", torch.cuda.current_device())
+    rows: list[dict[str, Any]] = []
+    with nullcontext():
+        for name in options.workloads:
+            for implementation in options.impls:
+                rows.append(measure(name, implementation, options, device))
+                if dist.get_rank() == 0:
+                    print(json.dumps(rows[-1]), flush=True)
+    if dist.get_rank() == 0:
+        kind = "CPU" if options.cpu else torch.cuda.get_device_name()
+        print(f"\n{dist.get_world_size()} x {kind}, torch {torch.__version__}\n")
+        print(
+            "| workload | implementation | ms a step (lowest-highest) | peak GiB | first step s |"
+            " last loss |\n|---|---|---|---|---|---|"
+        )
+        for r in rows:
+            span = f"{r['ms']} ({r['lowest_ms']}-{r['highest_ms']})"
+            print(
+                f"| {r['workload']} | {r['implementation']} | {span} | {r['peak_gib']} | "
+                f"{r['first_step_s']} | {r['losses'][-1]} |"
+            )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
