@@ -172,6 +172,22 @@ def test_gather_that_must_start_waits_for_scatters_where_there_is_no_room() -> N
     assert schedule(tight, cap).total_ms == schedule(free, Limits(1 << 40, None, 0)).total_ms
 
 
+def test_scatter_that_has_no_room_beside_the_next_kernel_is_waited_for_at_once() -> None:
+    """Three nodes fused into that kernel stand in front of the last one, which is where it is."""
+    s = Sketch()
+    wide = s.placeholder(64, 8)
+    h = s.mm(s.x, s.x)
+    s.scatter(s.call(aten.mm, wide, h))
+    for op in (aten.neg, aten.exp, aten.sin, aten.neg):
+        wide = s.call(op, wide)
+    gm = s.end(s.mm(s.call(aten.mm, wide, s.x), s.x))
+    cap = Limits(peak_bytes(gm.graph).peak_bytes, prefetch_kernels=None)
+    planned = plan(gm, cap)
+    schedule(gm, cap)
+    assert peak_bytes(gm.graph).peak_bytes <= cap.peak_bytes
+    assert planned.peak_bytes <= cap.peak_bytes
+
+
 def test_gather_starts_in_front_of_scatters_that_would_hold_it_up() -> None:
     """Three of 6 ms, ready 10 ms before its use: behind them it would end 12 ms late."""
     s = Sketch()

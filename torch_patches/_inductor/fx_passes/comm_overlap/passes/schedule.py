@@ -319,6 +319,8 @@ class _Scheduler:
         self._launch(unit)
         if reduction:
             self.flying.append(unit)
+            # The next kernel's place is that of the last node fused into it; the others come before.
+            self._collect_down_to(self.limits.peak_bytes, place)
         elif len(unit.members) == 1:
             self._plan_late_wait(unit.members[0])
 
