@@ -208,8 +208,9 @@ FLAGS: tuple[Flag, ...] = (
         value_type=int,
         check=check_ranks,
         allowed="an int >= 1",
-        doc="The work budget of 'auto': schedules that it makes of a graph while it looks for bucket "
-        "sizes. Fewer compile faster; the rest of the compile is near-linear in the graph.",
+        doc="The work budget of 'auto': schedules in one search for bucket sizes; a size over the memory "
+        "cap may take one more. A plan that does not hold what it promised is undone and another "
+        "search made, three times at most.",
     ),
     Flag(
         name="gpus_per_node",

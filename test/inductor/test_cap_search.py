@@ -245,3 +245,12 @@ def test_excess_counts_before_time() -> None:
     assert badness(merged, FREE) < badness(alone, FREE)
     tight = Limits(alone.schedule.peak_bytes, prefetch_kernels=None)
     assert excess_bytes(merged, tight) and badness(alone, tight) < badness(merged, tight)
+
+
+def test_collectives_that_cost_nothing_are_not_tapered() -> None:
+    """A user's estimation may say so."""
+    track = track_of(backward(3), model_of(4.0, 0.0, float("inf")))
+    key = track.skeleton.collectives[0].key
+    assert key is not None
+    sizes = tapering_bytes(track, {key: 1000})
+    assert set(sizes.values()) == {1000}

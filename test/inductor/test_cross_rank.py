@@ -20,6 +20,7 @@ import torch_patches
 from torch_patches import _hooks
 from torch_patches._inductor.fx_passes.comm_overlap import changing, cross_rank, pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.cross_rank import CrossRankError, Vote
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import EstimationError
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
 from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
@@ -66,11 +67,12 @@ class Peers:
 
 
 def vote_of(mode: str, gm: fx.GraphModule | None = None, **flags: Any) -> Vote:
-    changed = changing.change_graph(
-        (gm or captured()).graph, Options(mode, cross_rank_check="agree", **flags), False
-    )
+    graph = (gm or captured()).graph
+    given = collect(graph)
+    options = Options(mode, cross_rank_check="agree", **flags)
+    changed = changing.change_graph(graph, options, False)
     assert changed is not None
-    return Vote.of(changed.after, changed.structure, changed.plan)
+    return Vote.of(changed.after, given, changed.structure, changed.plan)
 
 
 # -- plans that travel ----------------------------------------------------------------------------
@@ -221,6 +223,88 @@ def test_a_failing_pass_votes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     report = run(captured(), "topo_span", cross_rank_check="warn")
     assert "ZeroDivisionError" in report.failure
     assert len(peers.given[0].launches) == len(collect(captured().graph).collectives)
+
+
+@pytest.mark.parametrize("error", [EstimationError("user"), MemoryError()])
+def test_who_raises_answers_first(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Of the user's mistakes, and of causes local to one rank, the others hear all the same."""
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(changing, "check_plan", fail)
+    peers = Peers(monkeypatch, lambda mine: {0: mine, 1: mine})
+    with pytest.raises(type(error)):
+        run(captured(), "topo_span", cross_rank_check="warn")
+    assert peers.given == [Vote.of_failure()]
+
+
+def test_who_raises_while_it_takes_a_plan_over_answers_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leader = vote_of("topo_span", bucket_cap_mb=0.05)
+
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(changing, "decode", fail)
+    peers = Peers(monkeypatch, lambda mine: {0: leader, 1: mine}, lambda mine: {0: leader, 1: mine})
+    with pytest.raises(MemoryError):
+        run(captured(), "topo_span", cross_rank_check="agree")
+    assert peers.given[1] is None
+
+
+def test_a_plan_is_taken_where_none_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an undone run has marked must not look like a second run."""
+    leader = vote_of("auto")
+    real = changing.change_graph
+
+    def unwilling(graph: Any, options: Options, *args: Any) -> Any:
+        own = len(args) < 2 or args[1] is None
+        return real(graph, replace(options, bucket_cap_mb=1e-6) if own else options, *args)
+
+    monkeypatch.setattr(pipeline, "change_graph", unwilling)
+    Peers(monkeypatch, lambda mine: {0: leader, 1: mine}, lambda mine: {0: leader, 1: mine})
+    gm = captured()
+    report = run(gm, "auto", cross_rank_check="agree")
+    assert "all took the plan of rank 0" in report.cross_rank
+    assert report.buckets
+
+
+def two_streams(first: str, second: str) -> fx.GraphModule:
+    b = GraphBuilder()
+    x, y = b.placeholder(4, 4), b.placeholder(4, 4)
+    starts = [b.all_gather(x, 2, first), b.all_gather(y, 2, second)]
+    return b.output(*map(b.wait, starts))
+
+
+def test_the_order_of_groups_is_seen() -> None:
+    """Two groups over the same ranks are two streams: launched in another order, ranks hang."""
+    given = collect(two_streams("a", "b").graph).collectives
+    one, other = (collect(two_streams(*names).graph) for names in ("ab", "ba"))
+    assert schedule_hash(one) == schedule_hash(other)
+    assert schedule_hash(one, given) != schedule_hash(other, given)
+    votes = [
+        Vote.of(s, collect(two_streams("a", "b").graph), "", PortablePlan()) for s in (one, other)
+    ]
+    assert votes[0].launches != votes[1].launches
+
+
+def test_groups_to_talk_over_do_not_depend_on_what_was_decided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cross_rank, "_talks", lambda group: True)
+    ranks = {"a": (0, 1), "b": (0, 1), "c": (0, 2)}
+    monkeypatch.setattr(cross_rank, "registered_ranks", ranks.get)
+    assert cross_rank.groups_of(collect(two_streams("b", "a").graph)) == ["b", "a"]
+    assert cross_rank.groups_of(collect(two_streams("c", "a").graph)) == ["a", "c"]
+    asked: list[Any] = []
+    monkeypatch.setattr(pipeline, "exchange", lambda groups, mine: {0: mine})
+    monkeypatch.setattr(pipeline, "groups_of", lambda given: asked.append(given) or [])
+    gm = captured()
+    count = len(collect(gm.graph).collectives)
+    run(gm, "auto", cross_rank_check="warn")
+    assert [len(given.collectives) for given in asked] == [count]
 
 
 def test_alone_nothing_is_sent() -> None:

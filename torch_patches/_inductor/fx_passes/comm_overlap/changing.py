@@ -32,9 +32,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.control import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
-from torch_patches._inductor.fx_passes.comm_overlap.module_names import (
-    check_module_names as check_module_names,
-)
 from torch_patches._inductor.fx_passes.comm_overlap.notices import (
     RANK_LOCAL_ERRORS,
     raise_if_strict,
@@ -61,8 +58,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.reporting import (
     with_forecasts,
     with_fusions,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.sources import digest_of as digest_of
-from torch_patches._inductor.fx_passes.comm_overlap.sources import source_digest as source_digest
 
 log = logging.getLogger(__name__)
 
@@ -236,7 +231,7 @@ def _model(options: Options) -> RuntimeModel:
 
 
 def report_fusions(graph: fx.Graph, options: Options, fused: Fused) -> Report | None:
-    """Likewise, where nothing but chains was looked at."""
+    """Where nothing but chains was looked at.  A failure must not undo what other ranks have done."""
     try:
         return fusion_report(options, fused, collect(graph))
     except RANK_LOCAL_ERRORS:
@@ -277,10 +272,10 @@ def _mark_considered(graph: fx.Graph, options: Options) -> None:
     fingerprint = options.fingerprint()
     for node in graph.nodes:
         if collective_kind(node) is not None:
-            if BUCKET_MARK not in node.meta:
-                node.meta[CONSIDERED_MARK] = fingerprint
+            marks = {} if BUCKET_MARK in node.meta else {CONSIDERED_MARK: fingerprint}
             if options.schedules:
-                node.meta[SCHEDULED_MARK] = fingerprint
+                marks[SCHEDULED_MARK] = fingerprint
+            node.meta = {**node.meta, **marks}  # a snapshot holds the old one
 
 
 def _is_scheduled(skeleton: Skeleton, options: Options) -> bool:

@@ -54,18 +54,26 @@ class Vote:
     plan: PortablePlan
 
     @staticmethod
-    def of(skeleton: Skeleton, structure: str, plan: PortablePlan) -> Vote:
-        return Vote(tuple(map(_short, launch_texts(skeleton))), structure, plan)
+    def of(after: Skeleton, given: Skeleton, structure: str, plan: PortablePlan) -> Vote:
+        """Args: ``given``: the graph before it was changed."""
+        texts = launch_texts(after, given.collectives)
+        return Vote(tuple(map(_short, texts)), structure, plan)
+
+    @staticmethod
+    def of_failure() -> Vote:
+        """Of a rank that raises: the others wait for its answer."""
+        return Vote(("failed",), "failed", PortablePlan())
 
 
 def _short(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def groups_of(skeleton: Skeleton) -> list[str]:
-    """Groups to talk over, in the same order on all ranks of a mesh: by how their ranks lie."""
+def groups_of(given: Skeleton) -> list[str]:
+    """Groups to talk over, in the same order on all ranks of a mesh: by how their ranks lie, then by
+    where they first appear in the graph that was given.  What was made of it is what may differ."""
     found: dict[str, tuple[int, ...]] = {}
-    for collective in skeleton.collectives:
+    for collective in given.collectives:
         ranks = registered_ranks(collective.group)
         if ranks is not None and len(ranks) > 1 and _talks(collective.group):
             found[collective.group] = ranks
@@ -103,7 +111,7 @@ def agree(votes: Mapping[int, Vote]) -> bool:
     return len({vote.launches for vote in votes.values()}) == 1
 
 
-def describe_difference(votes: Mapping[int, Vote], skeleton: Skeleton) -> str:
+def describe_difference(votes: Mapping[int, Vote], after: Skeleton, given: Skeleton) -> str:
     """Which ranks differ from the first one, and from which launch on; a sentence."""
     first = min(votes)
     launches = votes[first].launches
@@ -113,7 +121,7 @@ def describe_difference(votes: Mapping[int, Vote], skeleton: Skeleton) -> str:
         (i for i, (a, b) in enumerate(zip(launches, theirs, strict=False)) if a != b),
         min(len(launches), len(theirs)),
     )
-    here = launch_texts(skeleton)
+    here = launch_texts(after, given.collectives)
     text = here[place] if place < len(here) else "none"
     return (
         f"ranks {others} would launch other collectives than rank {first}, from launch number {place} "

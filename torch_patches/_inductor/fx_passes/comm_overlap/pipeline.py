@@ -219,12 +219,12 @@ def run_post_grad(
         return None
     if options.bucketing_mode != "none" and not is_tagged(graph):
         _tag(graph, recorded)
-    snapshot = Snapshot(graph) if options.cross_rank_check != "off" else None
-    changed = _attempt(graph, options, estimated)
+    if options.cross_rank_check == "off":
+        changed = _attempt(graph, options, estimated)
+    else:
+        changed = _compared(graph, options, estimated)
     if changed is None:
         return None
-    if snapshot is not None:
-        changed = _settled(graph, options, snapshot, changed, estimated)
     if changed.report is not None and changed.report.failure is None:
         _tell(changed.report, options)
     return changed.report
@@ -259,39 +259,55 @@ def _unchanged(graph: fx.Graph, options: Options, report: Report) -> Changed:
     return Changed(report, after, PortablePlan(), "")
 
 
-def _settled(
-    graph: fx.Graph, options: Options, snapshot: Snapshot, changed: Changed, estimated: bool
-) -> Changed:
+def _compared(graph: fx.Graph, options: Options, estimated: bool) -> Changed | None:
     """What stands once the ranks have compared what they decided.
 
     Raises:
         CrossRankError: they differ, and the flag is "error".
     """
-    groups = groups_of(changed.after)
-    votes = exchange(groups, Vote.of(changed.after, changed.structure, changed.plan))
+    given = _unchanged(graph, options, Report(options.bucketing_mode)).after
+    snapshot, groups = Snapshot(graph), groups_of(given)
+    try:
+        changed = _attempt(graph, options, estimated)
+    except Exception:
+        exchange(groups, Vote.of_failure())
+        raise
+    if changed is None:
+        return None
+    votes = exchange(groups, Vote.of(changed.after, given, changed.structure, changed.plan))
     if agree(votes):
         return _with_verdict(changed, f"{len(votes)} ranks decided alike")
-    difference = describe_difference(votes, changed.after)
+    difference = describe_difference(votes, changed.after, given)
     if options.cross_rank_check == "error":
         raise CrossRankError(f"{difference}; cross_rank_check = 'error'")
     if options.cross_rank_check == "warn":
         log.warning("%s; the job may hang (cross_rank_check = 'warn')", difference)
         return _with_verdict(changed, difference)
     taken: list[Changed] = []
+    raised: list[Exception] = []
 
     def take(plan: PortablePlan) -> Vote | None:
         snapshot.restore()
-        made = _attempt(graph, options, estimated, plan)
+        try:
+            made = _attempt(graph, options, estimated, plan)
+        except Exception as error:  # told first: the others wait for an answer
+            raised.append(error)
+            return None
         if made is None or (made.report is not None and made.report.failure is not None):
             return None
         taken.append(made)
-        return Vote.of(made.after, made.structure, made.plan)
+        return Vote.of(made.after, given, made.structure, made.plan)
 
     if take_leaders_plan(votes, groups, take):
         log.warning("%s; all took the plan of rank %d", difference, min(votes))
         return _with_verdict(taken[-1], f"{difference}; all took the plan of rank {min(votes)}")
     snapshot.restore()
-    verdict = f"{difference}; no plan fits all of them, so all left the graph as it was"
+    if raised:
+        raise raised[0]
+    verdict = (
+        f"{difference}; no plan fits all of them, so all left the graph as it was; where the graphs "
+        "themselves differ the job may hang all the same"
+    )
     log.warning("%s", verdict)
     left = Report(options.bucketing_mode, failure=verdict, cross_rank=verdict)
     return _unchanged(graph, options, left)
@@ -302,7 +318,8 @@ def _with_verdict(changed: Changed, verdict: str) -> Changed:
 
 
 def _tell(report: Report, options: Options) -> None:
-    """Likewise."""
+    """Log line, counters, artifact and warnings.  A failure must not undo what other ranks have
+    done."""
     try:
         emit_report(report)
         if options.reads_modules and report.way not in FULL_WAYS and report.way:

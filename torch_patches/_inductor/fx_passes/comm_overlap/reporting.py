@@ -131,7 +131,7 @@ def build_report(
         max_consecutive_compute_before=before.max_consecutive_compute,
         max_consecutive_compute_after=max_consecutive_compute_between_reduce_scatters(graph),
         operations=plan.operations,
-        schedule_hash=schedule_hash(after),
+        schedule_hash=schedule_hash(after, before.collectives),
     )
 
 
@@ -146,7 +146,7 @@ def fusion_report(options: Options, fused: Fused, after: Skeleton) -> Report:
             groups_before=summarize_groups(before),
             groups_after=summarize_groups(after.collectives),
             told_by=count_sources(before),
-            schedule_hash=schedule_hash(after),
+            schedule_hash=schedule_hash(after, before),
             failure=fused.failure,
         ),
         fused,

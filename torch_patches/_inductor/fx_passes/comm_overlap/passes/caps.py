@@ -66,6 +66,7 @@ def tapering_bytes(track: Track, by_key: Mapping[BucketKey, int]) -> dict[int, i
         size = by_key.get(collective.key) if collective.key is not None else None
         ms = hidden_ms.get(collective.index)
         if size is not None and ms is not None:
-            share = _HIDDEN_SHARE * ms / track.model.collective_ms(collective, size)
+            whole = track.model.collective_ms(collective, size)  # 0 if the user says so
+            share = _HIDDEN_SHARE * ms / whole if whole > 0 else 1.0
             found[collective.index] = int(size * min(max(share, _LEAST_SHARE), 1.0))
     return found
