@@ -20,14 +20,20 @@ from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_patches import config
 from torch_patches._inductor.fx_passes.comm_overlap import keeping, notices, pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.forecast import joint_peak_bytes
-from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
+    BUCKET_MARK,
+    collect,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
+from torch_patches._inductor.fx_passes.comm_overlap.passes.kept_gathers import plan_kept_gathers
 from torch_patches.backend import _repeat_whole_chains
 from torch_patches.testing.eager_backend import post_grad_eager
+from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.models import fully_shard_simple
 from torch_patches.testing.traced import Traced, trace
 
@@ -116,6 +122,33 @@ def test_what_is_fused_is_kept_as_one(mesh: DeviceMesh) -> None:
     made, report = traced(mesh, options(2 * WEIGHT, fuse_chained_all_gathers=True))
     assert gathered_again(made) == 1
     assert (len(report.fusions), len(report.kept_gathers)) == (4, 2)
+
+
+def joint_by_hand(*, backward: bool = False, bucketed: bool = False) -> fx.Graph:
+    """A gather of a parameter that the backward would repeat."""
+    b = GraphBuilder()
+    wait = b.gather_and_wait(b.placeholder(2, 4), 2, "g")
+    start = wait.args[0]
+    assert isinstance(start, fx.Node)
+    product = b.call(torch.ops.aten.mm, wait, b.placeholder(4, 4))
+    product.meta["partitioner_tag"] = "is_backward"
+    gm = b.output(product)
+    for node in (start, wait):
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        if backward:
+            node.meta["partitioner_tag"] = "is_backward"
+        if bucketed:
+            node.meta[BUCKET_MARK] = {"bucket": 0, "members": 2, "traffic": "parameter"}
+    return gm.graph
+
+
+@pytest.mark.parametrize(
+    ("made", "kept"), [({}, 1), ({"backward": True}, 0), ({"bucketed": True}, 0)]
+)
+def test_only_single_gathers_of_the_forward(made: dict[str, bool], kept: int) -> None:
+    graph = joint_by_hand(**made)
+    repeated = frozenset(n for n in graph.nodes if n.meta.get("recompute") is not None)
+    assert len(plan_kept_gathers(collect(graph), repeated, 1 << 30)) == kept
 
 
 def test_off_and_none_keep_nothing(mesh: DeviceMesh) -> None:

@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing import FileCheck
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK, collect
+from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import Emitter
 from torch_patches._inductor.fx_passes.comm_overlap.graph.metrics import (
     displaced_share,
     max_consecutive_compute_between_reduce_scatters,
@@ -519,3 +520,23 @@ def test_bucket_membership_is_read_back_as_already_bucketed():
     (found,) = collect(gm.graph).collectives
     assert found.refusal is not None
     assert len(found.waits) == 2
+
+
+def test_what_leaves_the_graph_is_replaced_at_the_end_through_every_step():
+    """a becomes b, and b becomes c; the output, which is read once, has c."""
+    b = GraphBuilder()
+    first = b.call(aten.neg, b.placeholder(2))
+    second, third = b.call(aten.neg, first), b.call(aten.neg, first)
+    gm = b.output({"x": [first, second]}, first)
+    emitter = Emitter(gm.graph, frozenset(), False)
+    emitter.replace(first, second)
+    second.args = (gm.graph.find_nodes(op="placeholder")[0],)
+    third.args = second.args
+    emitter.replace(second, third)
+    emitter.erase([first, second])
+    assert not first._erased
+    emitter.finish()
+    assert first._erased
+    (output,) = gm.graph.find_nodes(op="output")
+    assert list(output.all_input_nodes) == [third]
+    gm.graph.lint()
