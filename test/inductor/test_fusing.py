@@ -534,8 +534,6 @@ def test_the_order_of_shards_is_the_order_of_ranks(mesh: DeviceMesh) -> None:
 @pytest.mark.usefixtures("as_on_gpu")
 def test_a_graph_that_holds_its_mesh(mesh: DeviceMesh) -> None:
     """Of a bare graph, dimensions come from its chains: here from the last to the first."""
-    if _compat.torch_release() < (2, 12):
-        pytest.skip("torch 2.11 sorts the ranks of a group")
     outer, inner = names(mesh)
     b = GraphBuilder()
     wait = b.gather_and_wait(b.placeholder(2, 6), 4, outer)
@@ -543,6 +541,9 @@ def test_a_graph_that_holds_its_mesh(mesh: DeviceMesh) -> None:
     b.opaque_placeholder("mesh", mesh)
     gm = b.output(wait)
     report = torch_patches.optimize_graph(gm, bucketing_mode="topo_span", **CREATE)
+    if _compat.torch_release() < (2, 12):  # it sorts the ranks of a group
+        assert RefusalReason.CHAIN_NO_GROUP in {refusal.reason for refusal in report.refusals}
+        return
     assert report.saved_launches == 1
     (gather,) = collect(gm.graph).collectives
     group = dist.distributed_c10d._resolve_process_group(gather.group)
