@@ -13,6 +13,9 @@ os.environ["TORCH_PATCHES_STRICT"] = "1"
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_patches.testing.backends import as_on_gpu as judged_as_on_gpu
 
@@ -34,3 +37,13 @@ def fresh_inductor_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     torch._dynamo.reset()
     yield folder
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """A world of eight, as a 4 x 2 mesh; the default group has all of its ranks in row-major order."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        yield init_device_mesh("cpu", (4, 2), mesh_dim_names=("outer", "inner"))
+    finally:
+        dist.destroy_process_group()
