@@ -24,10 +24,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.fusion import (
     memory_traffic,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
-    COLLECTIVE_NAMESPACES,
-    op_name,
-    op_namespace,
     tensors_of,
+    traits_of,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import decision_bytes, has_symbols
 
@@ -61,17 +59,19 @@ def compute_costs(
     return {
         node: ComputeCost(_milliseconds(node, traffic, device), int(traffic.launches))
         for node, traffic in memory_traffic(graph, idle).items()
-        if op_namespace(node.target) not in COLLECTIVE_NAMESPACES
+        if not traits_of(node.target).communicates
     }
 
 
 def _milliseconds(node: fx.Node, traffic: Traffic, device: Device) -> float:
     moved = traffic.read_bytes + traffic.written_bytes
     memory_ms = moved / (device.dram_gb_per_s * device.dram_efficiency * 1e6)
-    rate = device.matmul_tflops(_operand_dtype(node)) * device.matmul_efficiency
-    arithmetic_ms = flops(node) / (rate * 1e9)
     shortest = device.kernel_us / 1e3 if traffic.launches else 0.0
-    return max(memory_ms, arithmetic_ms, shortest)
+    amount = flops(node)
+    if not amount:
+        return max(memory_ms, shortest)
+    rate = device.matmul_tflops(_operand_dtype(node)) * device.matmul_efficiency
+    return max(memory_ms, amount / (rate * 1e9), shortest)
 
 
 def _operand_dtype(node: fx.Node) -> torch.dtype:
@@ -83,9 +83,10 @@ def _operand_dtype(node: fx.Node) -> torch.dtype:
 
 def flops(node: fx.Node) -> int:
     """Floating-point operations of a matrix product, convolution or attention; 0 of others."""
-    if op_namespace(node.target) != "aten":
+    traits = traits_of(node.target)
+    if traits.namespace != "aten" or traits.is_pointwise or traits.is_view:
         return 0
-    name = str(op_name(node.target))
+    name = str(traits.name)
     if name in _PRODUCTS:
         return _product_flops(node, _PRODUCTS[name])
     formula = _formula(name)

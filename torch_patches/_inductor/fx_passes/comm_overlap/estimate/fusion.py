@@ -22,12 +22,11 @@ import torch.fx as fx
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     does_work,
     first_argument,
-    is_cast,
     is_joint_copy,
     is_view,
     op_name,
-    op_namespace,
     tensors_of,
+    traits_of,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import decision_bytes, tensor_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import data_inputs
@@ -42,6 +41,7 @@ _FUSIBLE_NAMES = frozenset(
         "var_mean", "_fused_rms_norm", "_fused_rms_norm_backward",
     }
 )  # fmt: skip
+_ROW_PICKERS = frozenset({"embedding", "gather", "index", "index_select"})
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class Traffic:
 
 def is_fusible(node: fx.Node) -> bool:
     """Whether Inductor makes it part of a generated kernel."""
-    if op_namespace(node.target) not in ("aten", "prims"):
+    traits = traits_of(node.target)
+    if traits.namespace not in ("aten", "prims"):
         return False
-    assert isinstance(node.target, torch._ops.OpOverload)
-    if is_cast(node) or op_name(node.target) in _FUSIBLE_NAMES or is_joint_copy(node):
+    if traits.is_pointwise or traits.is_cast or traits.name in _FUSIBLE_NAMES:
         return True
-    return torch.Tag.pointwise in node.target.tags
+    return is_joint_copy(node)
 
 
 def is_kernel(node: fx.Node) -> bool:
@@ -80,21 +80,17 @@ def memory_traffic(graph: fx.Graph, idle: Set[fx.Node] = frozenset()) -> dict[fx
     Args:
         idle: nodes that count as views, since only some ranks have them (pads of short shards).
     """
-    regions = _regions(graph, idle)
-    last = {regions[node]: node for node in graph.nodes if node in regions}
+    sources = _Sources(idle)
+    regions = _regions(graph, idle, sources)
+    last = {region: node for node, region in regions.items()}
     seen: set[tuple[int, fx.Node]] = set()
     result: dict[fx.Node, Traffic] = {}
-    source_of: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        if node not in regions:
-            continue
-        region = regions[node]
+    for node, region in regions.items():
         read = 0
+        inputs = node.all_input_nodes
         views: dict[fx.Node, list[fx.Node]] = {}
-        for view in node.all_input_nodes:
-            if view not in source_of:
-                source_of[view] = _source(view, idle)
-            views.setdefault(source_of[view], []).append(view)
+        for view in inputs:
+            views.setdefault(sources.of(view), []).append(view)
         for source, viewed in views.items():
             if regions.get(source) == region or (region, source) in seen:
                 continue
@@ -105,17 +101,30 @@ def memory_traffic(graph: fx.Graph, idle: Set[fx.Node] = frozenset()) -> dict[fx
     return result
 
 
-def _source(node: fx.Node, idle: Set[fx.Node]) -> fx.Node:
-    """What a node is a view of, or made from without work."""
-    while is_view(node) or (node in idle and node.op == "call_function"):
-        source = first_argument(node)
-        if not isinstance(source, fx.Node):
-            data = data_inputs(node)  # of a cat with constants
-            if len(data) != 1:
-                break
-            source = data[0]
-        node = source
-    return node
+class _Sources:
+    """What nodes are views of, or made from without work."""
+
+    def __init__(self, idle: Set[fx.Node]) -> None:
+        self._idle = idle
+        self._known: dict[fx.Node, fx.Node] = {}
+
+    def of(self, node: fx.Node) -> fx.Node:
+        """The first node, going up from this one, that does work or is an input."""
+        known = self._known.get(node)
+        if known is None:
+            known = self._known[node] = self._find(node)
+        return known
+
+    def _find(self, node: fx.Node) -> fx.Node:
+        while is_view(node) or (node in self._idle and node.op == "call_function"):
+            source = first_argument(node)
+            if not isinstance(source, fx.Node):
+                data = data_inputs(node)  # of a cat with constants
+                if len(data) != 1:
+                    break
+                source = data[0]
+            node = source
+        return node
 
 
 def _read_bytes(
@@ -123,12 +132,15 @@ def _read_bytes(
 ) -> int:
     """What a kernel reads of a tensor: the views it was given of it, at most all of it; rows that
     an embedding picks count as many as it returns."""
-    if op_name(node.target) in ("embedding", "index_select", "gather", "index"):
-        return min(_bytes(source), _bytes(node))
+    whole = _bytes(source)
+    if traits_of(node.target).name in _ROW_PICKERS:
+        return min(whole, _bytes(node))
+    if len(views) == 1 and views[0] is source:
+        return whole
     read = sum(_bytes(view) for view in views)
     # A short shard counts as what it is padded to: so much others have.
     padded = any(_is_padded(view, source, idle) for view in views)
-    return read if padded else min(_bytes(source), read)
+    return read if padded else min(whole, read)
 
 
 def _is_padded(node: fx.Node, source: fx.Node, idle: Set[fx.Node]) -> bool:
@@ -143,49 +155,58 @@ def _is_padded(node: fx.Node, source: fx.Node, idle: Set[fx.Node]) -> bool:
 
 
 def _bytes(node: fx.Node) -> int:
-    return sum(decision_bytes(tensor_bytes(t)) for t in tensors_of(node.meta.get("val")))
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return decision_bytes(tensor_bytes(value))
+    return sum([decision_bytes(tensor_bytes(t)) for t in tensors_of(value)])
 
 
 def _leaves(node: fx.Node, regions: Mapping[fx.Node, int], idle: Set[fx.Node]) -> bool:
     """Somebody outside of its region reads it, perhaps through views."""
+    region = regions[node]
     pending, seen = [node], {node}
     while pending:
         for user in pending.pop().users:
             if user in seen:
                 continue
             seen.add(user)
-            works = does_work(user) and user not in idle
-            if is_view(user) or (user.op == "call_function" and not works):
+            if user in regions:  # it works
+                if regions[user] != region:
+                    return True
+            elif is_view(user) or (user.op == "call_function" and _is_idle(user, idle)):
                 pending.append(user)
-            elif regions.get(user) != regions[node]:
+            else:
                 return True
     return False
 
 
-def _regions(graph: fx.Graph, idle: Set[fx.Node]) -> dict[fx.Node, int]:
-    """Region number of every node that computes; a non-fusible node is alone in its own."""
+def _is_idle(node: fx.Node, idle: Set[fx.Node]) -> bool:
+    return node in idle or not does_work(node)
+
+
+def _regions(graph: fx.Graph, idle: Set[fx.Node], sources: _Sources) -> dict[fx.Node, int]:
+    """Region number of every node that computes, in graph order; a non-fusible node is alone in its
+    own."""
     levels: dict[fx.Node, int] = {}
+    below: dict[fx.Node, int] = {}  # level of what reads the node
     parent: dict[fx.Node, fx.Node] = {}
+    fusible: set[fx.Node] = set()
     for node in graph.nodes:
-        kernel, fusible = is_kernel(node) and node not in idle, is_fusible(node)
-        level = 0
-        for n in node.all_input_nodes:
-            heavy = n in parent and not is_fusible(n)
-            level = max(level, levels[n] + heavy)
-        levels[node] = level
-        if kernel:
-            parent[node] = node
-        if not (kernel and fusible):
+        inputs = node.all_input_nodes
+        level = max([below[n] for n in inputs]) if inputs else 0
+        levels[node] = below[node] = level
+        if node in idle or not is_kernel(node):
             continue
-        for n in dict.fromkeys(_source(n, idle) for n in node.all_input_nodes):
-            if n in parent and is_fusible(n) and levels[n] == level:
+        parent[node] = node
+        if not is_fusible(node):
+            below[node] = level + 1
+            continue
+        fusible.add(node)
+        for n in dict.fromkeys([sources.of(n) for n in inputs]):
+            if n in fusible and levels[n] == level:
                 parent[_root(n, parent)] = _root(node, parent)
     numbers: dict[fx.Node, int] = {}
-    return {
-        node: numbers.setdefault(_root(node, parent), len(numbers))
-        for node in graph.nodes
-        if node in parent
-    }
+    return {node: numbers.setdefault(_root(node, parent), len(numbers)) for node in parent}
 
 
 def _root(node: fx.Node, parent: dict[fx.Node, fx.Node]) -> fx.Node:

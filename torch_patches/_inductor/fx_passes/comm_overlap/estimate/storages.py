@@ -23,12 +23,10 @@ import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collective_kind
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
-    COLLECTIVE_NAMESPACES,
     first_argument,
-    is_view,
     op_name,
-    op_namespace,
     tensors_of,
+    traits_of,
     wait_source,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import (
@@ -177,16 +175,18 @@ def _nodes_of(argument: object) -> list[fx.Node]:
 
 def _may_communicate(target: object) -> bool:
     """A collective, a wait, or something that may wrap one."""
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return True
-    return op_namespace(target) in COLLECTIVE_NAMESPACES
+    traits = traits_of(target)
+    return traits.communicates or traits.is_control_deps
 
 
 def _shares_storage(node: fx.Node) -> bool:
     """A view; a reshape only where the layout allows it without a copy."""
-    if not (is_view(node) or getattr(node.target, "is_view", False)):
+    traits = traits_of(node.target)
+    # an op that torch calls a view says in its schema what it aliases
+    declared = traits.returns_alias and getattr(node.target, "is_view", False)
+    if not (traits.is_view or declared):
         return False
-    if op_name(node.target) not in _MAYBE_COPIES:
+    if traits.name not in _MAYBE_COPIES:
         return True
     source = first_argument(node)
     before = source.meta.get("val") if isinstance(source, fx.Node) else None
@@ -195,7 +195,7 @@ def _shares_storage(node: fx.Node) -> bool:
         return True
     if known_contiguous(before):
         return True
-    if op_name(node.target) == "contiguous" or has_symbols(before) or has_symbols(after):
+    if traits.name == "contiguous" or has_symbols(before) or has_symbols(after):
         return False
     return can_view(before.shape, before.stride(), after.shape)
 
@@ -228,6 +228,8 @@ def can_view(shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
 
 def _written_arguments(node: fx.Node) -> list[fx.Node]:
     """Arguments whose storage the op returns by its schema: in-place and ``out=`` forms."""
+    if not traits_of(node.target).returns_alias:
+        return []
     aliased: list[fx.Node] = []
     for name, position in _written_names(node.target):
         value: Any = node.kwargs.get(name)

@@ -22,11 +22,9 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.links import with_feeders
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
-    COLLECTIVE_NAMESPACES,
     is_view,
-    op_name,
-    op_namespace,
     tensors_of,
+    traits_of,
     viewed_node,
     wait_source,
     wrapped_node,
@@ -93,14 +91,19 @@ _OPS = {
 
 def collective_kind(node: fx.Node) -> CollectiveKind | None:
     """The kind of the collective that ``node`` starts (also inside ``control_deps``), or None."""
-    traits = _traits(wrapped_node(node) or node)
+    about = traits_of(node.target)
+    if about.is_control_deps:
+        traits = _traits(wrapped_node(node) or node)
+    elif about.communicates:
+        traits = _OPS.get(about.name or "")
+    else:
+        return None
     return traits.kind if traits is not None else None
 
 
 def _traits(node: fx.Node) -> _OpTraits | None:
-    if node.op != "call_function" or op_namespace(node.target) not in COLLECTIVE_NAMESPACES:
-        return None
-    return _OPS.get(op_name(node.target) or "")
+    about = traits_of(node.target)
+    return _OPS.get(about.name or "") if about.communicates else None
 
 
 def schema_arguments(node: fx.Node) -> dict[str, object]:

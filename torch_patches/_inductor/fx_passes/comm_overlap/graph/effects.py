@@ -93,8 +93,15 @@ class Effects:
 def find_effects(graph: fx.Graph, is_collective: Callable[[fx.Node], bool]) -> Effects:
     """Classifies every node of ``graph``; linear in nodes and edges."""
     barriers: list[Barrier] = []
+    by_op: dict[int, BarrierKind | None] = {}  # by identity; an op's own hash is slow
     for node in graph.nodes:
-        kind = _classify(node, is_collective)
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            kind = _classify(node, is_collective)
+        elif id(target) in by_op:
+            kind = by_op[id(target)]
+        else:
+            kind = by_op[id(target)] = _classify(node, is_collective)
         if kind is not None:
             barriers.append(Barrier(node, kind, -1))
     order = list(_random_order(barriers))

@@ -23,6 +23,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import (
     Emitter,
     Merged,
     collective_op,
+    fake_copy,
     mark,
     merged_arguments,
 )
@@ -105,11 +106,11 @@ def _cast_together(
     casts = [payload[place] for place in places]
     donor = members[places[0]].start
     # What is copied *into* only gives the layout; Inductor never computes it.
-    together = emitter.compute(aten._foreach_copy.default, (casts, casts), donor)
+    copies = [fake_copy(cast.meta["val"]) for cast in casts]
+    together = emitter.call(aten._foreach_copy.default, (casts, casts), donor, copies)
     parts = [together]
     result = list(payload)
-    for number, place in enumerate(places):
-        value = together.meta["val"][number]
+    for number, (place, value) in enumerate(zip(places, copies, strict=True)):
         arguments = (together, number)
         result[place] = emitter.call(operator.getitem, arguments, members[place].start, value)
         parts.append(result[place])
@@ -121,7 +122,7 @@ def _cast_together(
 
 def _is_cast_of_input(payload: fx.Node, ordered: Set[fx.Node]) -> bool:
     value = payload.meta["val"]
-    if has_symbols(value) or value.numel() == 0:
+    if has_symbols(value) or value.numel() == 0 or not value.is_contiguous():
         return False
     found = cast_in_front(payload, ordered)
     node = None if found is None else first_argument(found.cast)

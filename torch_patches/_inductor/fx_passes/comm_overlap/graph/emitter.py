@@ -162,6 +162,19 @@ def fake_view(
     return FakeTensor(value.fake_mode, plain, value.device)
 
 
+def fake_copy(value: torch.Tensor) -> torch.Tensor:
+    """What a copy of a contiguous tensor into one like it returns.
+
+    Found without running the op in its fake mode, as :func:`fake_view` is.
+    """
+    shape, strides = value.shape, value.stride()
+    if not isinstance(value, FakeTensor):
+        return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+    with no_dispatch():
+        plain = torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
+    return FakeTensor(value.fake_mode, plain, value.device)
+
+
 def contiguous_strides(shape: Sequence[int]) -> list[int]:
     """Strides of a contiguous tensor; a size of 0 counts as 1, as torch has it."""
     strides = [1] * len(shape)

@@ -9,8 +9,7 @@ import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collective_kind
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
-    op_name,
-    op_namespace,
+    traits_of,
     wrapped_node,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind
@@ -34,10 +33,12 @@ _HEAVY_NAMES = frozenset(
 def is_heavy_compute(node: fx.Node) -> bool:
     """A matmul, convolution or attention: compute long enough to hide a collective under."""
     target = (wrapped_node(node) or node).target
-    name = op_name(target)
-    if op_namespace(target) != "aten" or name is None:
-        return "flex_attention" in str(target)
-    return name in _HEAVY_NAMES or "scaled_dot_product" in name
+    traits = traits_of(target)
+    if traits.name is None:
+        return not traits.is_view and "flex_attention" in str(target)
+    if traits.namespace != "aten":
+        return "flex_attention" in traits.name
+    return traits.name in _HEAVY_NAMES or "scaled_dot_product" in traits.name
 
 
 def max_consecutive_compute_between_reduce_scatters(graph: fx.Graph) -> int:

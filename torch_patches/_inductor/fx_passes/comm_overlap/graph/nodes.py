@@ -7,7 +7,6 @@ not differ in them.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,26 +50,69 @@ _SHAPE_ONLY_NAMES = frozenset(
     }
 )  # fmt: skip
 _CAST_NAMES = frozenset({"_to_copy", "convert_element_type", "to"})
+_COPY_NAMES = frozenset({"clone", "contiguous", "constant_pad_nd", "cat", "split_with_sizes_copy"})
+_CREATION_NAMES = frozenset({"empty", "empty_strided", "full", "ones", "zeros"})
 
 
 @dataclass(frozen=True, slots=True)
-class _Traits:
-    """What the questions below ask of an op; there are few distinct ops, and many nodes."""
+class OpTraits:
+    """What the questions below ask of a target; there are few distinct ones, and many nodes.
 
-    namespace: str
-    name: str
-    is_view: bool
-    is_no_op: bool
-    is_cast: bool
-    is_slice: bool
-    is_shape_only: bool
+    Args:
+        namespace, name: of an op overload, as in ``aten::mm``; None of anything else.
+        communicates: a functional collective, or a wait.
+        is_copy: rearranges what it is given.
+        is_creation: makes a constant of a given shape.
+        is_mutable, returns_alias: by its schema.
+    """
+
+    namespace: str | None = None
+    name: str | None = None
+    is_view: bool = False
+    is_no_op: bool = False
+    is_cast: bool = False
+    is_slice: bool = False
+    is_shape_only: bool = False
+    is_copy: bool = False
+    is_creation: bool = False
+    is_pointwise: bool = False
+    is_mutable: bool = False
+    returns_alias: bool = False
+    communicates: bool = False
+    is_wait: bool = False
+    is_control_deps: bool = False
 
 
-@functools.cache
-def _traits(target: torch._ops.OpOverload) -> _Traits:
+_NONE = OpTraits()
+#: By identity: an op's own hash is Python code, and would take a sixth of a compile.  The targets
+#: are kept, so that no other object gets the identity of one.
+_TRAITS: dict[int, OpTraits] = {id(operator.getitem): OpTraits(is_view=True)}
+_KEPT: list[object] = []
+
+
+def traits_of(target: object) -> OpTraits:
+    """Traits of the target of a node; those of Python functions but ``getitem`` are empty."""
+    found = _TRAITS.get(id(target))
+    return found if found is not None else _read_traits(target)
+
+
+def _read_traits(target: object) -> OpTraits:
+    if isinstance(target, torch._ops.OpOverload):
+        traits = _traits_of_op(target)
+    elif isinstance(target, torch._ops.HigherOrderOperator):
+        traits = OpTraits(is_control_deps=target.name() == "control_deps")
+    else:
+        return _NONE  # of the many that a process may see, none is kept
+    _KEPT.append(target)
+    _TRAITS[id(target)] = traits
+    return traits
+
+
+def _traits_of_op(target: torch._ops.OpOverload) -> OpTraits:
     namespace, name = target._schema.name.split("::", 1)
     computes = namespace in ("aten", "prims")
-    return _Traits(
+    communicates = namespace in COLLECTIVE_NAMESPACES
+    return OpTraits(
         namespace,
         name,
         is_view=computes and name in _VIEW_NAMES,
@@ -78,25 +120,29 @@ def _traits(target: torch._ops.OpOverload) -> _Traits:
         is_cast=computes and name in _CAST_NAMES,
         is_slice=computes and name == "slice",
         is_shape_only=computes and name in _SHAPE_ONLY_NAMES,
+        is_copy=computes and name in _COPY_NAMES,
+        is_creation=namespace == "aten" and name in _CREATION_NAMES,
+        is_pointwise=torch.Tag.pointwise in target.tags,
+        is_mutable=target._schema.is_mutable,
+        returns_alias=any(r.alias_info is not None for r in target._schema.returns),
+        communicates=communicates,
+        is_wait=communicates and name == "wait_tensor",
     )
 
 
 def op_namespace(target: object) -> str | None:
     """``aten`` for ``torch.ops.aten.mm.default``; None for anything but an op overload."""
-    return _traits(target).namespace if isinstance(target, torch._ops.OpOverload) else None
+    return traits_of(target).namespace
 
 
 def op_name(target: object) -> str | None:
     """``mm`` for ``torch.ops.aten.mm.default``; None for anything but an op overload."""
-    return _traits(target).name if isinstance(target, torch._ops.OpOverload) else None
+    return traits_of(target).name
 
 
 def is_view(node: fx.Node) -> bool:
     """The result shares its first argument's storage (also ``getitem``, which hands out a part)."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return _traits(target).is_view
-    return target is operator.getitem
+    return traits_of(node.target).is_view
 
 
 def first_argument(node: fx.Node) -> object:
@@ -117,7 +163,7 @@ def viewed_node(node: fx.Node) -> fx.Node:
 
 def is_cast(node: fx.Node) -> bool:
     """A change of dtype (or of device or layout) of one tensor."""
-    return isinstance(node.target, torch._ops.OpOverload) and _traits(node.target).is_cast
+    return traits_of(node.target).is_cast
 
 
 def is_joint_copy(node: fx.Node) -> bool:
@@ -133,7 +179,7 @@ def is_joint_copy(node: fx.Node) -> bool:
 
 def is_full_slice(node: fx.Node) -> bool:
     """A slice that keeps its whole input, judged without adding a guard."""
-    if not (isinstance(node.target, torch._ops.OpOverload) and _traits(node.target).is_slice):
+    if not traits_of(node.target).is_slice:
         return False
     source = first_argument(node)
     before = source.meta.get("val") if isinstance(source, fx.Node) else None
@@ -152,20 +198,18 @@ def does_work(node: fx.Node) -> bool:
     """False for placeholders, outputs, attributes, aliases, reshapes, detaches and full slices."""
     if node.op in ("placeholder", "output", "get_attr"):
         return False
-    if isinstance(node.target, torch._ops.OpOverload) and _traits(node.target).is_no_op:
-        return False
-    return not is_full_slice(node)
+    traits = traits_of(node.target)
+    return not traits.is_no_op and not (traits.is_slice and is_full_slice(node))
 
 
 def reads_only_shape(node: fx.Node) -> bool:
     """A constant in the shape, dtype and device of what it is given, whose values it never reads."""
-    return isinstance(node.target, torch._ops.OpOverload) and _traits(node.target).is_shape_only
+    return traits_of(node.target).is_shape_only
 
 
 def is_control_deps(node: fx.Node) -> bool:
     """The higher-order op that orders a node behind others for Inductor."""
-    target = node.target
-    return isinstance(target, torch._ops.HigherOrderOperator) and target.name() == "control_deps"
+    return traits_of(node.target).is_control_deps
 
 
 def wrapped_node(node: fx.Node) -> fx.Node | None:
@@ -187,14 +231,17 @@ def wrapped_node(node: fx.Node) -> fx.Node | None:
 
 def wait_source(node: fx.Node) -> fx.Node | None:
     """What a wait node (also one inside ``control_deps``) waits for; None for other nodes."""
-    inner = wrapped_node(node)
-    target = inner.target if inner is not None else node.target
-    if op_namespace(target) not in COLLECTIVE_NAMESPACES or op_name(target) != "wait_tensor":
+    traits = traits_of(node.target)
+    if not (traits.is_wait or traits.is_control_deps):
         return None
-    if inner is None:
-        source = first_argument(node)
-    else:
+    inner = wrapped_node(node)
+    if inner is not None and not traits_of(inner.target).is_wait:
+        return None
+    source: object = None
+    if inner is not None:
         source = node.args[2] if len(node.args) > 2 else None
+    elif traits.is_wait:
+        source = first_argument(node)
     return source if isinstance(source, fx.Node) else None
 
 
@@ -205,3 +252,9 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_of(item)
+
+
+def has_tensor(node: fx.Node) -> bool:
+    """The node's result is a tensor, or holds one."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) or next(tensors_of(value), None) is not None

@@ -17,36 +17,28 @@ from __future__ import annotations
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
-    COLLECTIVE_NAMESPACES,
-    is_cast,
-    is_view,
-    op_name,
-    op_namespace,
+    has_tensor,
     reads_only_shape,
-    tensors_of,
+    traits_of,
     viewed_node,
     wrapped_node,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind, Traffic
 
-_COPIES = frozenset({"clone", "contiguous", "constant_pad_nd", "cat", "split_with_sizes_copy"})
-_CREATIONS = frozenset({"empty", "empty_strided", "full", "ones", "zeros"})
-
 
 def passes_through(node: fx.Node) -> bool:
     """Rearranges or casts what it is given, or communicates it; computes nothing."""
-    target = (wrapped_node(node) or node).target
-    if op_namespace(target) in COLLECTIVE_NAMESPACES:
-        return True
-    if is_view(node) or is_cast(node):
-        return True
-    return op_namespace(target) in ("aten", "prims") and op_name(target) in _COPIES
+    traits = traits_of(node.target)
+    if traits.is_control_deps:
+        traits = traits_of((wrapped_node(node) or node).target)
+        return traits.communicates or traits.is_copy
+    return traits.communicates or traits.is_view or traits.is_cast or traits.is_copy
 
 
 def makes_constant(node: fx.Node) -> bool:
     """Its result holds the data of no other node: :func:`reads_only_shape`, ``zeros``, ..."""
-    created = op_namespace(node.target) == "aten" and op_name(node.target) in _CREATIONS
-    return created or reads_only_shape(node)
+    traits = traits_of(node.target)
+    return traits.is_creation or traits.is_shape_only
 
 
 def data_inputs(node: fx.Node) -> list[fx.Node]:
@@ -54,7 +46,7 @@ def data_inputs(node: fx.Node) -> list[fx.Node]:
 
     A rank without data passes zeros on where others pass their part: that must look the same.
     """
-    inputs = [n for n in node.all_input_nodes if _is_tensor(n)]
+    inputs = [n for n in node.all_input_nodes if has_tensor(n)]
     if len(inputs) < 2:
         return inputs
     return [n for n in inputs if not _is_constant(n)] or inputs
@@ -73,15 +65,12 @@ def finishes_gradient(node: fx.Node) -> bool:
     input, and adding another gradient (accumulation, a tied parameter)."""
     if passes_through(node):
         return True
-    name = op_name(node.target) if op_namespace(node.target) == "aten" else None
+    traits = traits_of(node.target)
+    name = traits.name if traits.namespace == "aten" else None
     if name in ("mul", "div"):
         inputs = node.all_input_nodes
         return len(inputs) == 1 or any(viewed_node(n).op == "placeholder" for n in inputs)
     return name == "add"
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return next(tensors_of(node.meta.get("val")), None) is not None
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
@@ -128,17 +117,26 @@ class TrafficFinder:
     def _find_origin(self, node: fx.Node) -> fx.Node | None:
         """The one tensor placeholder that ``node`` is a rearrangement of, or None."""
         if node.op == "placeholder":
-            return node if _is_tensor(node) else None
+            return node if has_tensor(node) else None
         if node.op != "call_function" or not (passes_through(node) or reads_only_shape(node)):
             return None
-        origins = list(dict.fromkeys(self._origin[n] for n in data_inputs(node)))
+        inputs = data_inputs(node)
+        if len(inputs) == 1:
+            return self._origin[inputs[0]]
+        origins = list(dict.fromkeys(self._origin[n] for n in inputs))
         return origins[0] if len(origins) == 1 else None
 
     def _ends_in_output(self, node: fx.Node) -> bool:
-        return bool(node.users) and all(
-            (finishes_gradient(user) or reads_only_shape(user)) and self._terminal[user]
-            for user in _readers(node)
-        )
+        """All of :func:`_readers` finish a gradient; most nodes have a first user that does not."""
+        terminal = self._terminal
+        is_read = False
+        for user in node.users:
+            if traits_of(user.target).is_shape_only:
+                continue
+            is_read = True
+            if user.op != "output" and not (terminal[user] and finishes_gradient(user)):
+                return False
+        return is_read or (bool(node.users) and all(terminal[user] for user in node.users))
 
     def is_at_the_edge(self, node: fx.Node) -> bool:
         """Only rearranges an input of the graph, or only leads to outputs."""

@@ -30,10 +30,10 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.graph_inputs import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     COLLECTIVE_NAMESPACES,
+    has_tensor,
     op_name,
     op_namespace,
     reads_only_shape,
-    tensors_of,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK, tag_of
 from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import (
@@ -149,9 +149,9 @@ def _origin(node: fx.Node, facts: Facts, origins: Mapping[fx.Node, _Origin]) -> 
         return _NEUTRAL if kind is InputKind.BUFFER else None
     if node.op != "call_function":
         return None
-    inputs = [n for n in node.all_input_nodes if _is_tensor(n)]
     if reads_only_shape(node):
         return _NEUTRAL
+    inputs = [n for n in node.all_input_nodes if has_tensor(n)]
     if not inputs:
         return _NEUTRAL if _is_aten(node) and op_name(node.target) in _CREATION_OPS else None
     found = {id(o): o for o in (origins[n] for n in inputs) if not isinstance(o, _Neutral)}
@@ -183,10 +183,6 @@ def _prepares(node: fx.Node) -> bool:
 
 def _is_aten(node: fx.Node) -> bool:
     return op_namespace(node.target) in ("aten", "prims")
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return next(tensors_of(node.meta.get("val")), None) is not None
 
 
 def _gathered(start: fx.Node, facts: Facts, origins: Mapping[fx.Node, _Origin]) -> Fact | None:
@@ -257,7 +253,7 @@ def _finishes(node: fx.Node, gradient: fx.Node, origins: Mapping[fx.Node, _Origi
     prepared the parameter, element by element and with nothing but parameters and constants."""
     if finishes_gradient(node):
         return True
-    others = [n for n in node.all_input_nodes if _is_tensor(n) and n is not gradient]
+    others = [n for n in node.all_input_nodes if has_tensor(n) and n is not gradient]
     return _is_aten(node) and _prepares(node) and all(origins[n] is not None for n in others)
 
 
