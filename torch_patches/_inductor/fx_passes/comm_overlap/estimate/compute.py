@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -31,6 +32,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import decision_
 
 #: Position of the first matrix among the arguments of a product.
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0, "_int_mm": 0}
+#: Name of an op and shapes of its arguments and result -> operations.
+_KnownFlops = dict[tuple[str, str, str], int]
 
 
 @dataclass(frozen=True)
@@ -56,18 +59,19 @@ def compute_costs(
     Args:
         idle: nodes that count as views.
     """
+    known: _KnownFlops = {}
     return {
-        node: ComputeCost(_milliseconds(node, traffic, device), int(traffic.launches))
+        node: ComputeCost(_milliseconds(node, traffic, device, known), int(traffic.launches))
         for node, traffic in memory_traffic(graph, idle).items()
         if not traits_of(node.target).communicates
     }
 
 
-def _milliseconds(node: fx.Node, traffic: Traffic, device: Device) -> float:
+def _milliseconds(node: fx.Node, traffic: Traffic, device: Device, known: _KnownFlops) -> float:
     moved = traffic.read_bytes + traffic.written_bytes
     memory_ms = moved / (device.dram_gb_per_s * device.dram_efficiency * 1e6)
     shortest = device.kernel_us / 1e3 if traffic.launches else 0.0
-    amount = flops(node)
+    amount = flops(node, known)
     if not amount:
         return max(memory_ms, shortest)
     rate = device.matmul_tflops(_operand_dtype(node)) * device.matmul_efficiency
@@ -81,8 +85,12 @@ def _operand_dtype(node: fx.Node) -> torch.dtype:
     return torch.float32
 
 
-def flops(node: fx.Node) -> int:
-    """Floating-point operations of a matrix product, convolution or attention; 0 of others."""
+def flops(node: fx.Node, known: _KnownFlops | None = None) -> int:
+    """Floating-point operations of a matrix product, convolution or attention; 0 of others.
+
+    Args:
+        known: what torch's formulas gave for equal arguments; it is read and added to.
+    """
     traits = traits_of(node.target)
     if traits.namespace != "aten" or traits.is_pointwise or traits.is_view:
         return 0
@@ -90,7 +98,18 @@ def flops(node: fx.Node) -> int:
     if name in _PRODUCTS:
         return _product_flops(node, _PRODUCTS[name])
     formula = _formula(name)
-    return 0 if formula is None else _flops_by_formula(node, formula)
+    if formula is None:
+        return 0
+    known = {} if known is None else known
+    shapes = fx.node.map_arg((node.args, node.kwargs), _shapes_of)
+    key = (name, repr(shapes), repr(_shapes_of(node)))
+    if key not in known:
+        known[key] = _flops_by_formula(node, formula)
+    return known[key]
+
+
+def _shapes_of(node: fx.Node) -> Any:
+    return tuple(tuple(tensor.shape) for tensor in tensors_of(node.meta.get("val")))
 
 
 def _formula(name: str) -> Callable[..., object] | None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-import torch
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
@@ -80,25 +79,38 @@ def memory_traffic(graph: fx.Graph, idle: Set[fx.Node] = frozenset()) -> dict[fx
     Args:
         idle: nodes that count as views, since only some ranks have them (pads of short shards).
     """
-    sources = _Sources(idle)
+    sources, sizes = _Sources(idle), _Sizes()
     regions = _regions(graph, idle, sources)
     last = {region: node for node, region in regions.items()}
     seen: set[tuple[int, fx.Node]] = set()
     result: dict[fx.Node, Traffic] = {}
     for node, region in regions.items():
         read = 0
-        inputs = node.all_input_nodes
         views: dict[fx.Node, list[fx.Node]] = {}
-        for view in inputs:
+        for view in node.all_input_nodes:
             views.setdefault(sources.of(view), []).append(view)
         for source, viewed in views.items():
             if regions.get(source) == region or (region, source) in seen:
                 continue
             seen.add((region, source))
-            read += _read_bytes(node, source, viewed, idle)
-        written = _bytes(node) if _leaves(node, regions, idle) else 0
+            read += _read_bytes(node, source, viewed, idle, sizes)
+        written = sizes.of(node) if _leaves(node, regions, idle) else 0
         result[node] = Traffic(read, written, last[region] is node)
     return result
+
+
+class _Sizes:
+    """Bytes of results; most are asked for by several readers."""
+
+    def __init__(self) -> None:
+        self._known: dict[fx.Node, int] = {}
+
+    def of(self, node: fx.Node) -> int:
+        known = self._known.get(node)
+        if known is None:
+            tensors = tensors_of(node.meta.get("val"))
+            known = self._known[node] = sum([decision_bytes(tensor_bytes(t)) for t in tensors])
+        return known
 
 
 class _Sources:
@@ -128,16 +140,16 @@ class _Sources:
 
 
 def _read_bytes(
-    node: fx.Node, source: fx.Node, views: Sequence[fx.Node], idle: Set[fx.Node]
+    node: fx.Node, source: fx.Node, views: Sequence[fx.Node], idle: Set[fx.Node], sizes: _Sizes
 ) -> int:
     """What a kernel reads of a tensor: the views it was given of it, at most all of it; rows that
     an embedding picks count as many as it returns."""
-    whole = _bytes(source)
+    whole = sizes.of(source)
     if traits_of(node.target).name in _ROW_PICKERS:
-        return min(whole, _bytes(node))
+        return min(whole, sizes.of(node))
     if len(views) == 1 and views[0] is source:
         return whole
-    read = sum(_bytes(view) for view in views)
+    read = sum([sizes.of(view) for view in views])
     # A short shard counts as what it is padded to: so much others have.
     padded = any(_is_padded(view, source, idle) for view in views)
     return read if padded else min(whole, read)
@@ -152,13 +164,6 @@ def _is_padded(node: fx.Node, source: fx.Node, idle: Set[fx.Node]) -> bool:
             return False
         node = above
     return False
-
-
-def _bytes(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return decision_bytes(tensor_bytes(value))
-    return sum([decision_bytes(tensor_bytes(t)) for t in tensors_of(value)])
 
 
 def _leaves(node: fx.Node, regions: Mapping[fx.Node, int], idle: Set[fx.Node]) -> bool:

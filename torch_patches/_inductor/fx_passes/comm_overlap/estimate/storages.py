@@ -24,7 +24,6 @@ import torch.fx as fx
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collective_kind
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     first_argument,
-    op_name,
     tensors_of,
     traits_of,
     wait_source,
@@ -73,28 +72,29 @@ class Storages:
         self.last_use: list[int] = []
         self._shared_sizes, self._eager, self._idle = shared_sizes, eager, idle
         self._items: dict[fx.Node, tuple[_Indices, ...]] = {}
+        self._everything: dict[fx.Node, _Indices] = {}  # the same, in one
         self._in_flight: dict[int, _Flight] = {}
 
     def visit(self, node: fx.Node, place: int) -> None:
         """Takes the next node of the order."""
+        last_use, everything = self.last_use, self._everything
         for used in node.all_input_nodes:
-            self._use(self._all(used), place)
-        if not _may_communicate(node.target):
-            self._items[node] = self._results(node, place)
-            return
-        source = wait_source(node)
+            for storage in everything[used]:
+                last_use[storage] = place
+        source = wait_source(node) if _may_communicate(node.target) else None
         if source is not None:
-            for storage in self._all(source):
+            for storage in everything[source]:
                 self._land(storage, place)
-            self._items[node] = (self._all(source),)
-            return
-        self._items[node] = self._results(node, place)
-        if collective_kind(node) is not None:
+            items: tuple[_Indices, ...] = (everything[source],)
+        else:
+            items = self._results(node, place)
+        self._items[node] = items
+        everything[node] = items[0] if len(items) == 1 else tuple(s for i in items for s in i)
+        if source is None and _may_communicate(node.target) and collective_kind(node) is not None:
             self._launch(node)
 
     def _all(self, node: fx.Node) -> _Indices:
-        items = self._items.get(node, ())
-        return items[0] if len(items) == 1 else tuple(s for item in items for s in item)
+        return self._everything[node]
 
     def _use(self, storages: _Indices, place: int) -> None:
         for storage in storages:
@@ -122,6 +122,8 @@ class Storages:
 
     def _make(self, node: fx.Node, place: int) -> tuple[_Indices, ...]:
         value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            return ((self._add(self._sizes(node, (value,))[0], place),),)
         items = value if isinstance(value, (list, tuple)) else (value,)
         tensors = [list(tensors_of(item)) for item in items]
         sizes = iter(self._sizes(node, [t for item in tensors for t in item]))
@@ -139,7 +141,7 @@ class Storages:
         if shared is not None and tensors:
             part, rest = divmod(shared, len(tensors))
             return [part + rest, *[part] * (len(tensors) - 1)]
-        if self._eager and op_name(node.target) in _CLONES_STORAGE:
+        if self._eager and traits_of(node.target).name in _CLONES_STORAGE:
             written = _nodes_of(first_argument(node))
             return [sum(self.sizes[s] for s in self._all(n)) for n in written]
         return [decision_bytes(tensor_bytes(t)) for t in tensors]

@@ -20,7 +20,10 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import (
     canonical_group,
     registered_ranks,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.graph.links import with_feeders
+from torch_patches._inductor.fx_passes.comm_overlap.graph.links import (
+    find_feeders,
+    with_feeders,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     is_view,
     tensors_of,
@@ -134,8 +137,9 @@ def collect(graph: fx.Graph) -> Skeleton:
         _read(start, index, tuple(waits_of.get(start, ())), places, carried)
         for index, start in enumerate(starts)
     ]
+    feeders = find_feeders(collectives)
     return Skeleton(
-        collectives=tuple(with_feeders(with_shared_sizes(collectives))),
+        collectives=tuple(with_feeders(with_shared_sizes(collectives, feeders), feeders)),
         barriers=_with_positions(effects, positions),
         positions=positions,
         idle=idle,

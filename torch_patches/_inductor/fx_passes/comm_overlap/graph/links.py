@@ -22,6 +22,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     op_namespace,
     reads_only_shape,
     tensors_of,
+    traits_of,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import has_symbols
 from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import (
@@ -38,9 +39,10 @@ _RESIZING_VIEWS = frozenset({"expand", "select", "unfold", "as_strided", "diagon
 _ScalingKind = tuple[object, str]
 
 
-def with_feeders(collectives: Sequence[Collective]) -> list[Collective]:
-    """The collectives with ``feeder`` filled in; linear, see :func:`find_feeders`."""
-    feeders = find_feeders(collectives)
+def with_feeders(
+    collectives: Sequence[Collective], feeders: Mapping[fx.Node, Collective]
+) -> list[Collective]:
+    """The collectives with ``feeder`` filled in from what :func:`find_feeders` found."""
     return [
         replace(c, feeder=feeders[c.start].index) if c.start in feeders else c for c in collectives
     ]
@@ -100,12 +102,12 @@ def _carries(node: fx.Node) -> bool:
         return False
     if passes_through(node) or reads_only_shape(node):
         return True
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+    traits = traits_of(node.target)
+    if traits.namespace is None or traits.is_mutable:
         return False
-    pointwise = torch.Tag.pointwise in target.tags
     # an op of somebody else over one tensor: its quantisation
-    return pointwise or (op_namespace(target) != "aten" and len(data_inputs(node)) == 1)
+    foreign = traits.namespace != "aten" and len(data_inputs(node)) == 1
+    return traits.is_pointwise or foreign
 
 
 def is_scaling(node: fx.Node) -> bool:

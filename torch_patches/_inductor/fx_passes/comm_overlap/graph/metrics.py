@@ -51,7 +51,8 @@ def max_consecutive_compute_between_reduce_scatters(graph: fx.Graph) -> int:
     """
     longest = current = 0
     for node in graph.nodes:
-        if node.op != "call_function":
+        traits = traits_of(node.target)
+        if node.op != "call_function" or traits.is_view or traits.is_pointwise:
             continue
         if collective_kind(node) is CollectiveKind.REDUCE_SCATTER:
             longest, current = max(longest, current), 0

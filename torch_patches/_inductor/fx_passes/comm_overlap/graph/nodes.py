@@ -77,6 +77,7 @@ class OpTraits:
     is_creation: bool = False
     is_pointwise: bool = False
     is_mutable: bool = False
+    is_random: bool = False
     returns_alias: bool = False
     communicates: bool = False
     is_wait: bool = False
@@ -124,6 +125,7 @@ def _traits_of_op(target: torch._ops.OpOverload) -> OpTraits:
         is_creation=namespace == "aten" and name in _CREATION_NAMES,
         is_pointwise=torch.Tag.pointwise in target.tags,
         is_mutable=target._schema.is_mutable,
+        is_random=torch.Tag.nondeterministic_seeded in target.tags,
         returns_alias=any(r.alias_info is not None for r in target._schema.returns),
         communicates=communicates,
         is_wait=communicates and name == "wait_tensor",

@@ -13,20 +13,24 @@ parameter or gradient), divided by the groups between.  With even shards that is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch.fx as fx
 
-from torch_patches._inductor.fx_passes.comm_overlap.graph.links import find_feeders
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, CollectiveKind, Traffic
 
 
 def with_shared_sizes(
-    collectives: Sequence[Collective],
+    collectives: Sequence[Collective], feeders: Mapping[fx.Node, Collective]
 ) -> list[Collective]:
-    """The collectives with the sizes of chained ones replaced; linear."""
-    feeders = find_feeders(collectives)
+    """The collectives with the sizes of chained ones replaced; linear.
+
+    Args:
+        feeders: by start, see ``links.find_feeders``.
+    """
+    if not feeders:
+        return list(collectives)
     sizes = {c.start: c.size_bytes for c in collectives}
     inner_done: set[fx.Node] = set()
     for link in collectives:  # reductions: what comes first is shared by all ranks

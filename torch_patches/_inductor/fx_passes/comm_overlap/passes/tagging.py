@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
@@ -29,11 +28,11 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.graph_inputs import (
     read_facts,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
-    COLLECTIVE_NAMESPACES,
     has_tensor,
     op_name,
     op_namespace,
     reads_only_shape,
+    traits_of,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK, tag_of
 from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import (
@@ -151,15 +150,15 @@ def _origin(node: fx.Node, facts: Facts, origins: Mapping[fx.Node, _Origin]) -> 
         return None
     if reads_only_shape(node):
         return _NEUTRAL
-    inputs = [n for n in node.all_input_nodes if has_tensor(n)]
-    if not inputs:
+    found = [origins[n] for n in node.all_input_nodes if has_tensor(n)]
+    if not found:
         return _NEUTRAL if _is_aten(node) and op_name(node.target) in _CREATION_OPS else None
-    found = {id(o): o for o in (origins[n] for n in inputs) if not isinstance(o, _Neutral)}
-    if len(found) != 1:
-        return _NEUTRAL if not found and _prepares(node) else None
-    origin = next(iter(found.values()))
-    if not isinstance(origin, fx.Node):
+    if None in found:  # true of most nodes
         return None
+    parameters = [o for o in dict.fromkeys(found) if isinstance(o, fx.Node)]
+    if len(parameters) != 1:
+        return _NEUTRAL if not parameters and _prepares(node) else None
+    origin = parameters[0]
     known = facts.inputs[origin].kind is InputKind.PARAMETER
     allowed = passes_through(node) or (known and _prepares(node))
     return origin if allowed else None
@@ -170,15 +169,12 @@ def _prepares(node: fx.Node) -> bool:
     op over one parameter): no matrix product."""
     if passes_through(node):
         return True
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+    traits = traits_of(node.target)
+    if traits.namespace is None or traits.is_mutable or traits.is_random:
         return False
-    if torch.Tag.nondeterministic_seeded in target.tags:
-        return False
-    if _is_aten(node):
-        name = op_name(target)
-        return torch.Tag.pointwise in target.tags or name in _SCALE_OPS or name in _REARRANGEMENTS
-    return op_namespace(target) not in COLLECTIVE_NAMESPACES
+    if traits.namespace in ("aten", "prims"):
+        return traits.is_pointwise or traits.name in _SCALE_OPS or traits.name in _REARRANGEMENTS
+    return not traits.communicates
 
 
 def _is_aten(node: fx.Node) -> bool:
@@ -241,8 +237,8 @@ def _gradient(
     for user in node.users:
         if user.op == "output" or reads_only_shape(user):
             continue
-        fact = gradients[user] if _finishes(user, node, origins) else None
-        if fact is None:
+        fact = gradients[user]
+        if fact is None or not _finishes(user, node, origins):
             return None
         found = found or fact
     return found
