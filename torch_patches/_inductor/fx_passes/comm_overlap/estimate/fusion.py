@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
+import torch
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
@@ -108,7 +109,8 @@ class _Sizes:
     def of(self, node: fx.Node) -> int:
         known = self._known.get(node)
         if known is None:
-            tensors = tensors_of(node.meta.get("val"))
+            value = node.meta.get("val")
+            tensors = (value,) if isinstance(value, torch.Tensor) else tensors_of(value)
             known = self._known[node] = sum([decision_bytes(tensor_bytes(t)) for t in tensors])
         return known
 
@@ -169,6 +171,9 @@ def _is_padded(node: fx.Node, source: fx.Node, idle: Set[fx.Node]) -> bool:
 def _leaves(node: fx.Node, regions: Mapping[fx.Node, int], idle: Set[fx.Node]) -> bool:
     """Somebody outside of its region reads it, perhaps through views."""
     region = regions[node]
+    for user in node.users:  # true of most nodes, at the first one
+        if regions.get(user, region) != region:
+            return True
     pending, seen = [node], {node}
     while pending:
         for user in pending.pop().users:

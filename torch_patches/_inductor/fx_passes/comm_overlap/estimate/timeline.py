@@ -12,8 +12,10 @@ Compute under an active collective is slower, and collectives of two groups on o
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch.fx as fx
 
@@ -23,8 +25,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import Runt
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, Skeleton
 
 
-@dataclass(frozen=True, eq=False)
-class Hiding:
+class Hiding(NamedTuple):
     """Compute under which a part of a collective ran."""
 
     node: fx.Node
@@ -202,6 +203,10 @@ class _Flight:
     hidden_by: list[Hiding] = field(default_factory=list)
 
 
+def _begin_of(flight: _Flight) -> float:
+    return flight.begin
+
+
 class Lanes:
     """The lanes' clocks, in ms.  Work is issued call by call, in the order of the host."""
 
@@ -214,7 +219,9 @@ class Lanes:
         self.group_free: dict[str, float] = {}
         self.link_free: dict[Link, float] = {}
         self.flights: dict[int, _Flight] = {}
-        self.in_air: list[_Flight] = []
+        self.in_air: list[_Flight] = []  # by begin
+        self._kernel_ms = model.host.kernel_us / 1e3
+        self._slowdown = model.interference.compute_slowdown
 
     def start(self, launch: Launch) -> None:
         group, link = launch.collective.group, launch.link
@@ -226,26 +233,30 @@ class Lanes:
         self.group_free[group] = flight.end
         self.link_free[link] = max(self.link_free.get(link, 0.0), flight.end)
         self.flights[launch.collective.index] = flight
-        self.in_air.append(flight)
+        insort(self.in_air, flight, key=_begin_of)
 
     def compute(self, node: fx.Node, cost: ComputeCost) -> None:
-        self.host += cost.launches * self.model.host.kernel_us / 1e3
-        self.compute_ms += cost.ms
-        begin = max(self.compute_free, self.host)
-        self.compute_free = self._slowed(begin, cost.ms)
+        ms = cost.ms
+        self.host += cost.launches * self._kernel_ms
+        self.compute_ms += ms
+        begin = self.compute_free if self.compute_free > self.host else self.host
+        if self.in_air:
+            self.in_air = [flight for flight in self.in_air if flight.end > begin]
+        if not self.in_air:
+            self.compute_free = begin + ms
+            return
+        end = self.compute_free = self._slowed(begin, ms)
         for flight in self.in_air:
-            overlap = min(flight.end, self.compute_free) - max(flight.begin, begin)
-            if overlap > 0:
-                flight.hidden_by.append(Hiding(node, overlap))
+            first = flight.begin if flight.begin > begin else begin
+            last = flight.end if flight.end < end else end
+            if last > first:
+                flight.hidden_by.append(Hiding(node, last - first))
 
     def _slowed(self, begin: float, ms: float) -> float:
         """When ``ms`` of compute end that begin at ``begin``, slower under active collectives."""
-        self.in_air = [flight for flight in self.in_air if flight.end > begin]
-        if not self.in_air:
-            return begin + ms
-        slowdown = self.model.interference.compute_slowdown
+        slowdown = self._slowdown
         now, left = begin, ms
-        for flight in sorted(self.in_air, key=lambda flight: flight.begin):
+        for flight in self.in_air:
             if flight.end <= now:
                 continue
             alone = max(flight.begin - now, 0.0)
@@ -310,7 +321,8 @@ class Lanes:
             index: _Flight(flight.launch, flight.begin_ms, flight.end_ms)
             for index, flight in state.flights.items()
         }
-        self.in_air = [flight for flight in self.flights.values() if flight.end > 0]
+        in_air = [flight for flight in self.flights.values() if flight.end > 0]
+        self.in_air = sorted(in_air, key=_begin_of)
 
     def finish(self, launches: Iterable[Launch]) -> Timeline:
         """The whole run.  Args: ``launches`` in start order."""

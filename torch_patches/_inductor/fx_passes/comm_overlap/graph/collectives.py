@@ -111,8 +111,7 @@ def _traits(node: fx.Node) -> _OpTraits | None:
 
 def schema_arguments(node: fx.Node) -> dict[str, object]:
     """Arguments of an op node by name, in the order of its schema, defaults left out."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [a.name for a in node.target._schema.arguments]
+    names = traits_of(node.target).arguments
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return {name: given[name] for name in names if name in given}
 

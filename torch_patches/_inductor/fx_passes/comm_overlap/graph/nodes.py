@@ -60,6 +60,7 @@ class OpTraits:
 
     Args:
         namespace, name: of an op overload, as in ``aten::mm``; None of anything else.
+        arguments: names, by its schema.
         communicates: a functional collective, or a wait.
         is_copy: rearranges what it is given.
         is_creation: makes a constant of a given shape.
@@ -68,6 +69,7 @@ class OpTraits:
 
     namespace: str | None = None
     name: str | None = None
+    arguments: tuple[str, ...] = ()
     is_view: bool = False
     is_no_op: bool = False
     is_cast: bool = False
@@ -98,6 +100,8 @@ def traits_of(target: object) -> OpTraits:
 
 
 def _read_traits(target: object) -> OpTraits:
+    if isinstance(target, str):  # of an input or output
+        return _NONE
     if isinstance(target, torch._ops.OpOverload):
         traits = _traits_of_op(target)
     elif isinstance(target, torch._ops.HigherOrderOperator):
@@ -116,6 +120,7 @@ def _traits_of_op(target: torch._ops.OpOverload) -> OpTraits:
     return OpTraits(
         namespace,
         name,
+        tuple(argument.name for argument in target._schema.arguments),
         is_view=computes and name in _VIEW_NAMES,
         is_no_op=computes and name in _NO_OP_NAMES,
         is_cast=computes and name in _CAST_NAMES,
@@ -151,9 +156,8 @@ def first_argument(node: fx.Node) -> object:
     """What an op works on, however it was passed: its first argument; None if there is none."""
     if node.args:
         return node.args[0]
-    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.arguments:
-        return node.kwargs.get(node.target._schema.arguments[0].name)
-    return None
+    names = traits_of(node.target).arguments
+    return node.kwargs.get(names[0]) if names else None
 
 
 def viewed_node(node: fx.Node) -> fx.Node:
