@@ -148,7 +148,7 @@ def test_compute_between_collectives_of_a_chain_adds_up(tool: ModuleType) -> Non
     value = b.x
     for _ in range(8):
         value = b.reduce(value)
-        value = b.call(aten.add, b.mm(value), b.mm(value))
+        value = b.call(aten.add.Tensor, b.mm(value), b.mm(value))
     gm = b.output(value)
     found = tool.floor_of(gm.graph, collect(gm.graph), model_of())
     assert found.ms == pytest.approx(240.0) == pytest.approx(as_it_stands(gm, model_of()))
