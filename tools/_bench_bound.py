@@ -1,22 +1,20 @@
-"""A time that no legal order of a graph's nodes can beat, and no merge of its collectives either.
-
-Two bounds, of which the larger counts, are those of BASELINES, section A; the third is ours:
+"""The bound of BASELINES, section A: what no legal order of a graph's nodes can beat.
 
     compute   all kernels run on one stream: the sum of their times
-    chain     collectives that depend on each other run one after the other.  Compute that every
-              collective of a chain has among its ancestors or its descendants runs under none of
-              them, so it takes its time beside theirs.
-    traffic   the bytes of all collectives on one link over its bandwidth, without any latency
+    chain     collectives of one group that depend on each other run one after the other.  Compute
+              that every collective of a chain has among its ancestors or its descendants runs under
+              none of them, so it takes its time beside theirs.
 
 The heaviest chain is found exactly.  Compute comparable to all of c1 -> c2 -> ... -> ck lies before
 c1, between two neighbours (after one *and* before the next), or after ck, so a chain's weight is a sum
 over neighbours and the best chain ending at a collective follows from the best ones before it.
-Dependent collectives cannot share a bucket: merging does not beat the bound.
+Dependent collectives cannot share a bucket.  ``_bench_floor.py`` has a sharper bound, which also holds
+where merging does away with kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,25 +31,14 @@ class LowerBound:
     Args:
         compute_ms: all compute.
         chain_ms: the heaviest chain within one process group.
-        any_chain_ms: the heaviest chain whatever the groups; never below ``chain_ms``.
-        traffic_ms: moving data on the busiest link, or for the busiest group where the model lets
-            groups have a link each.
     """
 
     compute_ms: float
     chain_ms: float
-    any_chain_ms: float
-    traffic_ms: float
 
     @property
     def ms(self) -> float:
-        """The bound of BASELINES: chains of one group."""
         return max(self.compute_ms, self.chain_ms)
-
-    @property
-    def floor_ms(self) -> float:
-        """The largest of all: what counts where communication takes longer than compute."""
-        return max(self.compute_ms, self.any_chain_ms, self.traffic_ms)
 
 
 def lower_bound(graph: fx.Graph, skeleton: Skeleton, model: RuntimeModel) -> LowerBound:
@@ -66,22 +53,7 @@ def lower_bound(graph: fx.Graph, skeleton: Skeleton, model: RuntimeModel) -> Low
     table = _Table.of(graph, skeleton, costs, model)
     groups = {c.group for c in skeleton.collectives}
     within = [table.heaviest([c for c in skeleton.collectives if c.group == g]) for g in groups]
-    return LowerBound(
-        compute_ms=sum(costs.values()),
-        chain_ms=max(within, default=0.0),
-        any_chain_ms=table.heaviest(skeleton.collectives),
-        traffic_ms=_traffic_ms(skeleton, model),
-    )
-
-
-def _traffic_ms(skeleton: Skeleton, model: RuntimeModel) -> float:
-    lanes: dict[object, float] = {}
-    for collective in skeleton.collectives:
-        shared = model.interference.link_sharing == 1.0
-        lane = model.link(collective) if shared else collective.group
-        moving = model.collective_ms(collective) - model.collective_ms(collective, 0)
-        lanes[lane] = lanes.get(lane, 0.0) + moving
-    return max(lanes.values(), default=0.0)
+    return LowerBound(sum(costs.values()), max(within, default=0.0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,9 +83,9 @@ class _Table:
     ) -> _Table:
         count = len(skeleton.collectives)
         place = {c.start: c.index for c in skeleton.collectives}
-        links = _Links.of(graph, skeleton)
-        from_starts = _reached(links.order, links.before, place)
-        to_starts = _reached(reversed(links.order), links.after, place)
+        links = Links.of(graph, skeleton)
+        from_starts = reached(links.order, links.before, place)
+        to_starts = reached(reversed(links.order), links.after, place)
         computing = list(costs)
         descends = _bits([from_starts[n] for n in computing], count)
         precedes = _bits([to_starts[n] for n in computing], count)
@@ -139,7 +111,7 @@ class _Table:
 
 
 @dataclass(frozen=True)
-class _Links:
+class Links:
     """Who has to come before whom: data flow and the skeleton's order dependencies."""
 
     order: list[fx.Node]
@@ -147,7 +119,7 @@ class _Links:
     after: dict[fx.Node, list[fx.Node]]
 
     @classmethod
-    def of(cls, graph: fx.Graph, skeleton: Skeleton) -> _Links:
+    def of(cls, graph: fx.Graph, skeleton: Skeleton) -> Links:
         order = list(graph.nodes)
         before = {n: list(n.all_input_nodes) for n in order}
         for first, second in skeleton.order_dependencies:
@@ -159,24 +131,33 @@ class _Links:
         return cls(order, before, after)
 
 
-def _reached(
+def reached(
     order: Iterable[fx.Node],
     sources: Mapping[fx.Node, list[fx.Node]],
     place: Mapping[fx.Node, int],
 ) -> dict[fx.Node, int]:
     """For each node the marked nodes it is reached from, itself included, as bits of an integer."""
-    reached: dict[fx.Node, int] = {}
+    found: dict[fx.Node, int] = {}
     for node in order:
-        bits = 1 << place[node] if node in place else 0
+        marks = 1 << place[node] if node in place else 0
         for source in sources[node]:
-            bits |= reached[source]
-        reached[node] = bits
-    return reached
+            marks |= found[source]
+        found[node] = marks
+    return found
 
 
-def _bits(rows: list[int], count: int) -> np.ndarray:
-    """A 0/1 matrix, a row for each integer."""
+def packed(rows: Sequence[int], count: int) -> np.ndarray:
+    """Rows of ``count`` bits, eight in a byte, a row for each integer."""
     size = (count + 7) // 8
-    packed = b"".join(row.to_bytes(size, "little") for row in rows)
-    flat = np.frombuffer(packed, dtype=np.uint8).reshape(len(rows), size)
-    return np.unpackbits(flat, axis=1, bitorder="little")[:, :count].astype(np.float64)
+    joined = b"".join(row.to_bytes(size, "little") for row in rows)
+    return np.frombuffer(joined, dtype=np.uint8).reshape(len(rows), size)
+
+
+def unpacked(rows: np.ndarray, count: int) -> np.ndarray:
+    """The same, a byte for each bit."""
+    return np.unpackbits(rows, axis=1, bitorder="little")[:, :count]
+
+
+def _bits(rows: Sequence[int], count: int) -> np.ndarray:
+    """A 0/1 matrix, a row for each integer."""
+    return unpacked(packed(rows, count), count).astype(np.float64)

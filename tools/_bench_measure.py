@@ -14,6 +14,7 @@ from typing import Any
 
 import _bench_torch
 import torch.fx as fx
+from _bench_floor import edge_nodes
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import peak_bytes
@@ -147,6 +148,25 @@ def measure(done: Planned, model: RuntimeModel) -> dict[str, Any]:
         "launches": dict(Counter(c.kind.value for c in run.skeleton.collectives)),
         "nodes": len(graph.nodes),
     }
+
+
+def exposed_at_the_ends(graph: fx.Graph, run: Simulated) -> tuple[float, float]:
+    """Exposed ms of what is waited for before any kernel, and of what is after all of them.
+
+    What prepares payloads, or follows results on their way out, is no kernel here.
+    """
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    edge = edge_nodes(graph)
+    working = [place[node] for node in run.costs if node not in edge]
+    first, last = min(working, default=0), max(working, default=-1)
+    before = behind = 0.0
+    for span in run.timeline.spans:
+        waits = [place[wait] for wait in span.collective.waits]
+        if not waits or min(waits) > last:
+            behind += span.exposed_ms
+        elif min(waits) < first:
+            before += span.exposed_ms
+    return before, behind
 
 
 def gathered_inputs(graph: fx.Graph) -> set[int]:

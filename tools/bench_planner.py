@@ -4,16 +4,22 @@
     python tools/bench_planner.py /tmp/graphs/*.json.gz [--ours auto] > run.txt
     python tools/bench_planner.py --cases run.txt other_run.txt --out table.md    # one table of both
 
-One JSON line for each graph and planner as it is done, then a Markdown table and the geometric means.
+One JSON line for each graph and planner as it is done, then a Markdown table, one of what is lost and could
+be won on each graph, and the geometric means.
 Planners: ``input`` (nothing runs), ``torch+pre`` and ``torch`` (``schedule_overlap_bucketing`` with and
 without FSDP pre-bucketing, everything else as torch's flags have it), ``ours``.  torch runs without a GPU
 because it is told the constants of our device table (``_bench_torch.py``).
 
 Columns: simulated ms of the whole graph on H100s (``estimate/timeline.py``), over the bound of BASELINES
-that no order can beat, and over the floor, which counts traffic as well (``_bench_bound.py``); ms during which compute stands still, by process group; ms of
-compute more than in the input (copies into and out of buckets); peak GiB with inputs kept, and with
-inputs freed but for gathered parameters; CPU seconds of the pass (process time, collector on, recompiling
-included); launches by kind.
+(``_bench_bound.py``), and over the floor, that no order and no merge can beat in this simulator
+(``_bench_floor.py``); ms during which compute stands still, by process group; ms of compute more than in the
+input (copies into and out of buckets); peak GiB with inputs kept, and with inputs freed but for gathered
+parameters; CPU seconds of the pass (process time, collector on, recompiling included); launches by kind.
+
+The second table has ours, torch's better setting and the floor of each graph, what the floor consists of
+(before and behind its window or chain, kernels and collectives in it, contention), and by what ours is
+slower than its kernels alone: exposed before the first kernel, behind the last one, in between; the rest
+is contention and waiting for the host.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -34,7 +40,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import _bench_captures
 import _bench_torch
 from _bench_bound import lower_bound
-from _bench_measure import GIB, Planner, measure, planned
+from _bench_floor import floor_of
+from _bench_measure import GIB, Planner, exposed_at_the_ends, measure, planned, simulated
 
 import torch_patches
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
@@ -56,8 +63,10 @@ class Case:
         error: why there is no result; all else is then 0.
         total_ms, compute_ms: of the simulated run, and of its compute nodes alone.
         bound_ms: that no order of the input can beat: all compute, or the heaviest chain of one group.
-        floor_ms: that, or moving all bytes, or the heaviest chain of several groups.
+        floor_ms: that no order and no merge of the input can beat.
+        floor_parts: what it consists of, in ms.
         exposed_ms: by process group.
+        first_ms, last_ms: the part of it before the first and behind the last kernel.
         peak_bytes, freed_peak_bytes: inputs kept; inputs freed, gathered parameters kept.
         cpu_s: process time of the planner.
         launches: by kind.
@@ -72,7 +81,10 @@ class Case:
     compute_ms: float = 0.0
     bound_ms: float = 0.0
     floor_ms: float = 0.0
+    floor_parts: dict[str, float] = field(default_factory=dict)
     exposed_ms: dict[str, float] = field(default_factory=dict)
+    first_ms: float = 0.0
+    last_ms: float = 0.0
     peak_bytes: int = 0
     freed_peak_bytes: int = 0
     cpu_s: float = 0.0
@@ -117,9 +129,13 @@ def run_case(path: Path, graph: str, name: str, planner: Planner, model: Runtime
         if done.error:
             return Case(label, graph, name, error=done.error)
         measured = measure(done, model)
+        ends = exposed_at_the_ends(done.gm.graph, simulated(done.gm.graph, model))
+        measured["first_ms"], measured["last_ms"] = ends
         if name == INPUT:
-            bound = lower_bound(done.gm.graph, collect(done.gm.graph), model)
-            measured |= {"bound_ms": bound.ms, "floor_ms": bound.floor_ms}
+            skeleton = collect(done.gm.graph)
+            floor = floor_of(done.gm.graph, skeleton, model)
+            measured["bound_ms"] = lower_bound(done.gm.graph, skeleton, model).ms
+            measured |= {"floor_ms": floor.ms, "floor_parts": asdict(floor)}
         return Case(label, graph, name, cpu_s=done.cpu_s, **measured)
 
 
@@ -135,12 +151,12 @@ def by_graph(cases: Sequence[Case]) -> Iterator[dict[str, Case]]:
 
 
 def table(cases: Sequence[Case]) -> str:
-    """The Markdown table and the geometric means."""
+    """The Markdown tables and the geometric means."""
     heads = "file|graph|planner|ms|over bound|over floor|exposed ms by group|copies ms|peak GiB|freed GiB|CPU s"
     lines = [f"| {heads.replace('|', ' | ')} | launches |", "|---" * 12 + "|"]
     for group in by_graph(cases):
         lines += [f"| {' | '.join(cells(case, group[INPUT]))} |" for case in group.values()]
-    return "\n".join([*lines, "", *summary(cases)])
+    return "\n".join([*lines, "", *losses(cases), "", *summary(cases)])
 
 
 def cells(case: Case, before: Case) -> list[str]:
@@ -168,9 +184,50 @@ def _against(size: int, before: int) -> str:
     return f"{size / GIB:.2f} ({size / max(before, 1):.3f})"
 
 
+def losses(cases: Sequence[Case]) -> list[str]:
+    """What can be won on each graph, and where ours loses; see the module."""
+    heads = "file|graph|ours ms|torch ms|floor ms|ours / torch|floor / torch|floor is|ours loses"
+    lines = [f"| {heads.replace('|', ' | ')} |", "|---" * 9 + "|"]
+    for group in by_graph(cases):
+        before, ours = group[INPUT], group.get(OURS)
+        if ours is None or ours.error or not before.launches:
+            continue
+        peer = next(iter(peers_of(group)), None)
+        parts = {name.removesuffix("_ms"): ms for name, ms in before.floor_parts.items()}
+        row = [before.file, before.graph, f"{ours.total_ms:.1f}"]
+        row += ["" if peer is None else f"{peer.total_ms:.1f}", f"{before.floor_ms:.1f}"]
+        for case_ms in (ours.total_ms, before.floor_ms):
+            row.append("" if peer is None else f"{case_ms / peer.total_ms:.3f}")
+        row += [_listed(parts), _listed(lost(ours))]
+        lines.append(f"| {' | '.join(row)} |")
+    return lines
+
+
+def lost(case: Case) -> dict[str, float]:
+    """Why a graph takes longer than its kernels alone, in ms."""
+    exposed = sum(case.exposed_ms.values())
+    return {
+        "first": case.first_ms,
+        "last": case.last_ms,
+        "exposed between": exposed - case.first_ms - case.last_ms,
+        "contention and host": case.total_ms - case.compute_ms - exposed,
+    }
+
+
+def peers_of(group: Mapping[str, Case]) -> list[Case]:
+    """torch's settings that ended, the fastest result first."""
+    found = [c for name, c in group.items() if name not in (INPUT, OURS) and not c.error]
+    return sorted(found, key=lambda case: case.total_ms)
+
+
+def _listed(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items() if abs(ms) >= 0.05)
+
+
 def summary(cases: Sequence[Case]) -> list[str]:
     """Geometric means over the graphs that have what they compare, and have collectives."""
     faster: list[float] = []
+    possible: list[float] = []
     over_bound: list[float] = []
     over_floor: list[float] = []
     cpu: list[float] = []
@@ -182,12 +239,14 @@ def summary(cases: Sequence[Case]) -> list[str]:
         over_bound.append(group[INPUT].bound_ms / ours.total_ms)
         over_floor.append(group[INPUT].floor_ms / ours.total_ms)
         peaks.append(ours.freed_peak_bytes / max(group[INPUT].freed_peak_bytes, 1))
-        peers = [c for n, c in group.items() if n not in (INPUT, OURS) and not c.error]
+        peers = peers_of(group)
         if peers:
-            faster.append(ours.total_ms / min(c.total_ms for c in peers))
+            faster.append(ours.total_ms / peers[0].total_ms)
+            possible.append(group[INPUT].floor_ms / peers[0].total_ms)
             cpu.append(ours.cpu_s / min(c.cpu_s for c in peers))
     return [
         f"ours / torch's better setting, ms: {_mean(faster)} (largest {_largest(faster)})",
+        f"floor / torch's better setting, ms: {_mean(possible)} (largest {_largest(possible)})",
         f"bound / ours: {_mean(over_bound)}; floor / ours: {_mean(over_floor)}",
         f"peak over the input's, inputs freed: {_mean(peaks)} (largest {_largest(peaks)})",
         f"CPU, ours / torch's faster setting: {_mean(cpu)} (largest {_largest(cpu)})",
