@@ -14,7 +14,8 @@ Columns: simulated ms of the whole graph on H100s (``estimate/timeline.py``), ov
 (``_bench_bound.py``), and over the floor, that no order and no merge can beat in this simulator
 (``_bench_floor.py``); ms during which compute stands still, by process group; ms of compute more than in the
 input (copies into and out of buckets); peak GiB with inputs kept, and with inputs freed but for gathered
-parameters; CPU seconds of the pass (process time, collector on, recompiling included); launches by kind.
+parameters; CPU seconds of the pass (process time, collector on, without the recompiling that Inductor does once behind
+all passes); launches by kind.
 
 The second table has ours, torch's better setting and the floor of each graph, what the floor consists of
 (before and behind its window or chain, kernels and collectives in it, contention), and by what ours is
