@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import (
     live_bytes,
     peak_bytes,
@@ -284,7 +285,7 @@ def test_a_schedule_is_told_only_of_what_matters_to_it() -> None:
     cast = s.call(aten._to_copy, s.placeholder(4, 8, dtype=torch.float64), dtype=torch.float32)
     h = s.mm(s.x, s.gather_and_wait(cast, 2, "g"))
     gathered = s.gather_and_wait(s.call(aten.relu, h), 2, "g")
-    gm = s.end(s.call(aten.t, h), s.call(aten.t, gathered))
+    gm = s.end(s.mm(h, s.x), s.call(aten.t, gathered))
     skeleton = collect(gm.graph)
     costs = MODEL.node_costs(gm.graph, skeleton)
     track = read_track(list(gm.graph.nodes), skeleton, MODEL, costs, live_bytes(gm.graph))
@@ -295,6 +296,28 @@ def test_a_schedule_is_told_only_of_what_matters_to_it() -> None:
     expected = [n for n in track.order if n in moving | compute | {use} or n.op == "output"]
     assert told == expected
     assert [event for place, event in track.events if track.order[place].op == "output"] == [None]
+
+
+def test_a_schedule_sees_one_kernel_where_nothing_can_come_in_between() -> None:
+    """relu and neg are one kernel; so are the others, but a wait may move in front of the second."""
+    s = Sketch()
+    h = s.mm(s.x, s.x)
+    relu = s.call(aten.relu, h)
+    neg = s.call(aten.neg, relu)
+    gathered = s.gather_and_wait(h, 2, "g")
+    first = s.call(aten.abs, h)
+    use = s.mm(gathered, first)
+    last = s.call(aten.cos, use)
+    gm = s.end(neg, last)
+    costs = {
+        n: ComputeCost(1.0, int(n in (h, neg, last))) for n in (h, relu, neg, first, use, last)
+    }
+    nodes = list(gm.graph.nodes)
+    track = read_track(nodes, collect(gm.graph), MODEL, costs, live_bytes(gm.graph))
+    assert nodes[track.uses[0]] is use
+    told = {nodes[place]: event for place, event in track.events if nodes[place] in costs}
+    part, end = ComputeCost(1.0, 0), ComputeCost(1.0, 1)
+    assert told == {h: end, neg: ComputeCost(2.0, 1), first: part, use: part, last: end}
 
 
 # -- random graphs --------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeGuard
 
 import torch.fx as fx
 
@@ -57,9 +58,10 @@ class Track:
         uses: index of any other collective -> place of the first use of its result.
         fences: nodes that no start or wait crosses.
         events: place -> what a schedule has to know of it: a collective that starts or is waited
-            for there, the cost of compute, None for a fence or the end.  Preparation of gathers,
-            which moves with them, is left out; so is what costs nothing, but for places that other
-            collectives' waits may move to.
+            for there, the cost of compute, None for a fence or the end.  Nodes of one kernel with
+            nothing in between are one event, at its last one.  Preparation of gathers, which moves
+            with them, is left out; so is what costs nothing, but for places that other collectives'
+            waits may move to.
     """
 
     order: Sequence[fx.Node]
@@ -158,10 +160,20 @@ def _events(
         elif node in moving:
             found.append((place, moving[node]))
         elif node in costs and node not in prepared:
-            found.append((place, costs[node]))
+            cost = costs[node]
+            where, part = found[-1] if found else (place, None)
+            if _is_part(part) and not {where, place} & wanted:
+                found.pop()
+                cost = ComputeCost(cost.ms + part.ms, cost.launches)
+            found.append((place, cost))
         elif place in wanted:
             found.append((place, _NOTHING))
     return found
+
+
+def _is_part(event: Collective | ComputeCost | None) -> TypeGuard[ComputeCost]:
+    """Compute that a later node ends the kernel of; nothing stands between them."""
+    return isinstance(event, ComputeCost) and not event.launches and event is not _NOTHING
 
 
 def _sums(
