@@ -61,9 +61,11 @@ def find_feeders(collectives: Sequence[Collective]) -> dict[fx.Node, Collective]
     found: dict[fx.Node, fx.Node | None] = {}
     feeders: dict[fx.Node, Collective] = {}
     for collective in collectives:
+        if collective.traffic is Traffic.OTHER:
+            continue
         source = _feeding(collective.start, by_start.keys(), found)
         before = None if source is None else by_start[source]
-        if before is None or collective.traffic is Traffic.OTHER:
+        if before is None:
             continue
         if before.traffic is collective.traffic:
             feeders[collective.start] = before

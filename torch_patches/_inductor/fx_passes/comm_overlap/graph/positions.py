@@ -17,19 +17,13 @@ import operator
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
-    COLLECTIVE_NAMESPACES,
     does_work,
     first_argument,
-    is_cast,
     is_joint_copy,
-    is_view,
     op_name,
-    op_namespace,
+    traits_of,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import (
-    TrafficFinder,
-    makes_constant,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import TrafficFinder
 
 _SPLITS = frozenset({"chunk", "split", "split_with_sizes", "split_with_sizes_copy"})
 _SHARD_LAYOUT = _SPLITS | {"cat", "clone", "constant_pad_nd", "narrow", "slice"}
@@ -48,10 +42,13 @@ def idle_nodes(graph: fx.Graph, traffic: TrafficFinder) -> frozenset[fx.Node]:
 
 
 def _rearranges_shards(node: fx.Node) -> bool:
-    if node.target is operator.getitem:
-        source = first_argument(node)
-        return isinstance(source, fx.Node) and op_name(source.target) in _SPLITS
-    return op_name(node.target) in _SHARD_LAYOUT or makes_constant(node)
+    traits = traits_of(node.target)
+    if traits.name is not None:
+        return traits.name in _SHARD_LAYOUT or traits.is_creation or traits.is_shape_only
+    if node.target is not operator.getitem:
+        return False
+    source = first_argument(node)
+    return isinstance(source, fx.Node) and op_name(source.target) in _SPLITS
 
 
 def _around_collectives(graph: fx.Graph) -> set[fx.Node]:
@@ -60,22 +57,28 @@ def _around_collectives(graph: fx.Graph) -> set[fx.Node]:
     passing = [n for n in graph.nodes if _passes(n)]
     behind: set[fx.Node] = set()
     for node in passing:
-        if any(n in behind or _communicates(n) for n in node.all_input_nodes):
-            behind.add(node)
+        for above in node.all_input_nodes:
+            if above in behind or traits_of(above.target).communicates:
+                behind.add(node)
+                break
     in_front: set[fx.Node] = set()
     for node in reversed(passing):
-        # a partitioner leaves what led to a collective of the other graph behind, unread
-        if not node.users or any(n in in_front or _communicates(n) for n in node.users):
+        if (
+            not node.users
+        ):  # a partitioner leaves what led to a collective of the other graph behind
             in_front.add(node)
+        for user in node.users:
+            if user in in_front or traits_of(user.target).communicates:
+                in_front.add(node)
+                break
     return behind | in_front
 
 
 def _passes(node: fx.Node) -> bool:
-    return is_view(node) or is_cast(node) or is_joint_copy(node) or _rearranges_shards(node)
-
-
-def _communicates(node: fx.Node) -> bool:
-    return op_namespace(node.target) in COLLECTIVE_NAMESPACES
+    traits = traits_of(node.target)
+    if traits.is_view or traits.is_cast or traits.is_creation or traits.is_shape_only:
+        return True
+    return traits.name in _SHARD_LAYOUT or is_joint_copy(node)
 
 
 def count_positions(graph: fx.Graph, idle: frozenset[fx.Node]) -> dict[fx.Node, int]:
