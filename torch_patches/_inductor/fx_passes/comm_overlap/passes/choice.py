@@ -45,6 +45,8 @@ _WORTH, _WORTH_SMALL = 5e-3, 1e-9
 #: them are looked at, in a large graph and in a small one.
 _RISK_PART, _RISK_PART_SMALL = 32, 2
 _MAX_RISKS, _MAX_RISKS_SMALL = 1, 3
+#: Once a way holds, others are applied only if they exceed the cap by less than this part of it.
+_HOPELESS_PART = 8
 #: Plans that are applied before the graph is left as it was; bounds the work.
 MAX_APPLIED, MAX_APPLIED_SMALL, MAX_APPLIED_MODULES = 4, 8, 14
 
@@ -109,7 +111,7 @@ class EstimatedChoice:
     def __init__(self, options: Options, limits: Limits) -> None:
         self._options, self._limits = options, limits
         self._searched: set[int] = set()  # failures before each search
-        self._failed = 0
+        self._failed, self._kept = 0, False
         self._lowest = limits
         self._care = limits.peak_bytes  # by which the accounts of those that failed were too high
         self._entries: list[_Entry] = []
@@ -123,12 +125,16 @@ class EstimatedChoice:
         return MAX_APPLIED_SMALL if self._small else MAX_APPLIED
 
     def next(self, read: ReadTrack, slowest_ms: float) -> Way | None:
-        if self._failed in (0, self.most_applied // 2) and self._failed not in self._searched:
+        due = not self._kept and self._failed in (0, self.most_applied // 2)
+        if due and self._failed not in self._searched:
             self._search(read())
         for entry in self._entries:
             if entry.due:
                 entry.way, entry.due = self._scheduled(read(), entry.way, entry.limits), False
         fitting = [e for e in self._entries if total_ms(e.way) <= slowest_ms]
+        if self._kept:  # what hardly holds is not worth a look then
+            most = self._limits.peak_bytes // _HOPELESS_PART
+            fitting = [e for e in fitting if excess_bytes(e.way, self._limits) <= most]
         chosen = min(fitting, key=self._badness, default=None)
         risky = self._risky(fitting, chosen)
         if risky is not None:
@@ -155,6 +161,7 @@ class EstimatedChoice:
             self._entries.append(_Entry(way, limits, lowered=True, due=True))
 
     def faster_than(self, kept_ms: float) -> float | None:
+        self._kept = True
         return kept_ms * (1 - self._worth) if self._small else None
 
     def again(self, track: Track, way: Way) -> Way:
@@ -184,9 +191,9 @@ class EstimatedChoice:
 
     def _may_hold(self, entry: _Entry) -> bool:
         """It exceeds its cap by little, and by no more than others were too careful by."""
-        excess = excess_bytes(entry.way, entry.limits)
+        excess = excess_bytes(entry.way, self._limits)
         part = _RISK_PART_SMALL if self._small else _RISK_PART
-        return excess <= min(entry.limits.peak_bytes // part, self._care)
+        return excess <= min(self._limits.peak_bytes // part, self._care)
 
     @property
     def _worth(self) -> float:
