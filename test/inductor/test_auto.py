@@ -22,7 +22,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.calibration import 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.custom import EstimationError
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
-from torch_patches._inductor.fx_passes.comm_overlap.passes import auto
+from torch_patches._inductor.fx_passes.comm_overlap.passes import auto, choice
 from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import GIB, Way, memory_limits
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Plan, RefusalReason
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
@@ -102,7 +102,7 @@ def test_graph_without_anything_to_gain_is_left_alone() -> None:
 
 
 def test_way_that_breaks_its_promise_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way is said to exceed the memory: all two of them are applied, merged and apart, or as
+    """Each way is said to fail: all three of them are applied, merged in two ways and apart, or as
     many as may be; then the graph is as it was."""
     tried: list[str] = []
 
@@ -111,13 +111,13 @@ def test_way_that_breaks_its_promise_is_undone(monkeypatch: pytest.MonkeyPatch) 
         return "it is too large"
 
     monkeypatch.setattr(overlap, "_problem", refuse)
-    for most in (overlap.MAX_APPLIED, 1):
-        monkeypatch.setattr(overlap, "MAX_APPLIED", most)
+    for most in (choice.MAX_APPLIED_SMALL, 1):
+        monkeypatch.setattr(choice, "MAX_APPLIED_SMALL", most)
         tried.clear()
         gm = model(6)
         before = gm.code
         report = optimize(gm, custom_runtime_estimation=LATENCY_BOUND)
-        assert len(tried) == min(2, most)
+        assert len(tried) == min(3, most)
         assert gm.code == before
         assert report.way == "input" and not report.buckets
         assert {refusal.reason for refusal in report.refusals} == {RefusalReason.NOT_BETTER}
@@ -163,7 +163,7 @@ def test_overlap_preserving_merge_is_tried_in_every_mode(
         tried.append([way.name for way in ways])
         return ways
 
-    monkeypatch.setattr(overlap, "try_ways", try_ways)
+    monkeypatch.setattr(choice, "try_ways", try_ways)
     optimize(model(6), bucketing_mode=mode, overlap=True, bucket_cap_mb=1.0)
     assert sorted(tried[0]) == ["after schedule", "as asked", "none"]
 

@@ -17,7 +17,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     collective_kind,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
-from torch_patches._inductor.fx_passes.comm_overlap.passes import cap_search
+from torch_patches._inductor.fx_passes.comm_overlap.passes import bucket_sizes, cap_search
+from torch_patches._inductor.fx_passes.comm_overlap.passes.bucket_sizes import DynamicSizes
 from torch_patches._inductor.fx_passes.comm_overlap.passes.cap_search import CapSearch
 from torch_patches._inductor.fx_passes.comm_overlap.passes.caps import (
     BucketCaps,
@@ -35,7 +36,12 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import (
     schedule_way,
     total_ms,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, MergeForm
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    BucketKey,
+    Collective,
+    MergeForm,
+    Plan,
+)
 from torch_patches.testing.graph_builder import GraphBuilder
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
@@ -100,14 +106,76 @@ def test_no_fixed_size_is_better(compute_ms: float, launch_ms: float, gib_per_ms
 
 
 def test_gathers_and_reductions_may_differ_in_size() -> None:
-    """Gathers want small buckets, so that the first product starts early; the stream is never idle
-    then, and reductions want few launches."""
+    """The link is what limits: few launches while compute waits for it anyway; the last reductions,
+    which nothing hides, are fewer than others."""
     track = track_of(backward(24), model_of(4.0, 0.3, 0.01))
-    best = min(CapSearch(track, AUTO, FREE).ways(), key=lambda way: badness(way, FREE))
-    assert best.name == "all_gather 100 MB, reduce_scatter 400 MB, tapered"
-    gathers = max(len(b.members) for b in best.plan.buckets if b.members[0].index in track.gathers)
-    largest = max(len(b.members) for b in best.plan.buckets)
-    assert (gathers, largest) == (4, 9)
+    ways = CapSearch(track, AUTO, FREE).ways()
+    best = min(ways, key=lambda way: badness(way, FREE))
+    assert best.name == "1600 MB by the dynamic program"
+    assert total_ms(best) < min(total_ms(way) for way in ways if "dynamic" not in way.name)
+    members = {member.index: len(b.members) for b in best.plan.buckets for member in b.members}
+    gathers = [members.get(index, 1) for index in track.gathers]
+    reductions = [members.get(index, 1) for index in track.reductions]
+    assert reductions[-1] < max(reductions) and max(gathers) > 1
+    assert gathers != reductions
+
+
+def sizes_of(track: Track, by_key: dict[BucketKey, int], limits: Limits = FREE) -> dict[int, int]:
+    """Of the dynamic program, members of each bucket by its first one."""
+    seen = schedule_way("none", Plan(), track, limits)
+    program = DynamicSizes(track, AUTO, limits, seen)
+    found = program.by_first(BucketCaps(by_key))
+    assert program.operations > 0
+    return {index: size // (25 * MIB) for index, size in found.items()}
+
+
+def keys_of(track: Track, mb: int) -> dict[BucketKey, int]:
+    return {c.key: mb * MIB for c in track.skeleton.collectives if c.key is not None}
+
+
+def test_program_keeps_the_caps_on_bytes_span_and_flight() -> None:
+    """Launches cost 5 ms, bytes next to nothing: as few buckets as the caps allow."""
+    track = track_of(backward(12), model_of(1.0, 5.0, 100.0))
+    free = sizes_of(track, keys_of(track, 1600))
+    assert max(free.values()) > 4
+    assert max(sizes_of(track, keys_of(track, 100)).values()) == 4
+    flying = replace(FREE, in_flight_bytes=75 * MIB)
+    assert max(sizes_of(track, keys_of(track, 1600), flying).values()) == 3
+    assert sum(free.values()) == 24
+
+
+def test_program_counts_two_buckets_of_memory() -> None:
+    """One is in flight when the next one starts: each has half of what is free."""
+    track = track_of(backward(12), model_of(1.0, 5.0, 100.0))
+    tight = replace(FREE, peak_bytes=max(track.fixed_bytes) + 150 * MIB)
+    reductions = {
+        index: members
+        for index, members in sizes_of(track, keys_of(track, 1600), tight).items()
+        if index in track.reductions
+    }
+    assert max(reductions.values()) > 1
+    for index, members in reductions.items():
+        slot = track.slot[track.place[track.reductions[index].start]]
+        assert members * 25 * MIB <= (tight.peak_bytes - min(track.fixed_bytes[slot:])) // 2
+
+
+def test_program_gives_up_beyond_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    track = track_of(backward(12), model_of(1.0, 5.0, 100.0))
+    seen = schedule_way("none", Plan(), track, FREE)
+    monkeypatch.setattr(bucket_sizes, "_MAX_STEPS", 1)
+    program = DynamicSizes(track, AUTO, FREE, seen)
+    assert program.by_first(BucketCaps(keys_of(track, 1600))) == {}
+
+
+def test_work_of_the_program_grows_linearly() -> None:
+    """Small collectives stand together, so a bucket reaches a bounded number of them."""
+    steps = []
+    for layers in (100, 200, 400):
+        track = track_of(backward(layers), model_of(4.0, 1.0, 0.02))
+        program = DynamicSizes(track, AUTO, FREE, schedule_way("none", Plan(), track, FREE))
+        program.by_first(BucketCaps(keys_of(track, 400)))
+        steps.append(program.operations)
+    assert steps[1] <= 2.2 * steps[0] and steps[2] <= 2.2 * steps[1]
 
 
 def test_work_is_bounded_by_schedules_that_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +237,7 @@ def test_names_do_not_name_groups() -> None:
     names = [way.name for way in CapSearch(track, AUTO, FREE).ways()]
     assert len(names) == len(set(names))
     words = {word.strip(",") for name in names for word in name.split()}
-    kinds = {"all_gather", "reduce_scatter", "MB", "tapered"}
+    kinds = {"all_gather", "reduce_scatter", "MB", "tapered", "by", "the", "dynamic", "program"}
     assert {word for word in words if not word.isdigit()} <= kinds
 
 

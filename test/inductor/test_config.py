@@ -35,7 +35,7 @@ DEFAULTS = {
     "max_memory_increase_ratio": None,
     "max_in_flight_gb": None,
     "max_compute_pre_fetch": None,
-    "max_schedules": 18,
+    "max_schedules": 13,
     "gpus_per_node": 8,
     "estimate_device": "H100",
     "compute_slowdown": 1.2,

@@ -35,7 +35,7 @@ DEFAULT_MODULE_MEMORY_INCREASE = 0.1
 #: anyway, so this one bounds the work.
 DEFAULT_PREFETCH = 200
 #: Schedules that "auto" may make of a graph, besides that of the input's buckets.
-DEFAULT_SCHEDULES = 18
+DEFAULT_SCHEDULES = 13
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
     forecast -> ways, the best first -> check -> apply -> forecast again -> keep, or undo and take
                                                                             the next one
 
-A way that exceeds the memory cap is planned once more with so much less of it.
+Which one is next is told by ``passes/choice.py``.  A way that exceeds the memory cap is scheduled
+once more with so much less of it.
 
 A way is kept if the graph that it really makes is legal, no slower than the input by the estimates,
 within the memory cap, and has every overlap that was planned.  Else less is done, down to nothing.
@@ -12,7 +13,7 @@ within the memory cap, and has every overlap that was planned.  Else less is don
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
@@ -37,28 +38,22 @@ from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import (
     memory_limits,
     merge_nothing,
-    try_ways,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.passes.choice import (
+    Choice,
+    EstimatedChoice,
+    ModuleChoice,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import (
     ModuleLabels,
     label_collectives,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.passes.module_ways import (
-    ModuleTries,
-    next_module_way,
-)
-from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track, read_track
 from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import Way, reschedule
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, Plan, Skeleton, Traffic
 
 log = logging.getLogger(__name__)
 
-#: Plans that are applied before the graph is left as it was; bounds the work.
-MAX_APPLIED, MAX_APPLIED_MODULES = 4, 14
-#: A second try has this part of the memory less, besides what the first one exceeded the cap by:
-#: schedules know memory by kernels, not by nodes.
-_MARGIN = 256
 #: Times are sums of floats in another order: what is not slower than this is equal.
 _ROUNDING_MS = 1e-6
 
@@ -113,83 +108,106 @@ def _overlap(
     model: RuntimeModel,
     labels: ModuleLabels | None,
 ) -> Overlapped:
-    eager = options.run_eagerly
-    before = forecast(graph, skeleton, model, eager=eager)
+    before = forecast(graph, skeleton, model, eager=options.run_eagerly)
     limits = memory_limits(options, before.peak_bytes)
     caps = _Caps(limits.peak_bytes, memory_limits(options, before.held_peak_bytes).peak_bytes)
-    tried = _Tried()
-    operations = 0
-    for _ in range(MAX_APPLIED if labels is None else MAX_APPLIED_MODULES):
-        live = combined_live(before, caps.peak_bytes, caps.held_peak_bytes)
-        track = read_track(before.order, before.skeleton, model, before.costs, live)
-        choice = _Choice(track, options, limits, labels)
-        way, spent = choice.best(tried, before.timeline.total_ms + _ROUNDING_MS)
-        operations += spent
-        if way is None:
-            break
-        way = _legal(graph, track, way, limits)
-        snapshot = Snapshot(graph)
-        apply_plan(graph, before.skeleton, way.plan, run_eagerly=eager)
-        graph.lint()
-        after = forecast(graph, collect(graph), model, eager=eager)
-        check_fences(before.skeleton, after.skeleton, way.plan)
-        problem = _problem(before, after, caps) or _lost(way, track, after)
-        if problem is None:
-            plan = replace(way.plan, operations=operations)
-            return Overlapped(plan, way.name, before, after)
-        log.debug("way %r is given up: %s", way.name, problem)
-        tried.note(way, min(way.schedule.peak_bytes, limits.peak_bytes), caps.excess_bytes(after))
-        snapshot.restore()  # which makes new nodes in the place of those that were erased
-        before = forecast(graph, collect(graph), model, eager=eager)
-    return _nothing(before, options, operations)
-
-
-@dataclass
-class _Tried:
-    """Ways that did not hold what they promised.
-
-    Attributes:
-        given_up: names of those that are not tried again.
-        lowered_bytes: name -> memory limit for a second try: what the first one thought it needed,
-            less what it exceeded the cap by.
-    """
-
-    given_up: set[str] = field(default_factory=set)
-    lowered_bytes: dict[str, int] = field(default_factory=dict)
-
-    def note(self, way: Way, planned_bytes: int, excess_bytes: int) -> None:
-        if excess_bytes and way.name not in self.lowered_bytes:
-            margin = planned_bytes // _MARGIN
-            self.lowered_bytes[way.name] = planned_bytes - excess_bytes - margin
-        else:
-            self.given_up.add(way.name)
+    choice: Choice = (
+        EstimatedChoice(options, limits)
+        if labels is None
+        else ModuleChoice(options, limits, labels)
+    )
+    attempts = _Attempts(graph, options, model, caps, choice, before)
+    kept = attempts.run()
+    if kept is None:
+        return _nothing(attempts.before, options, choice.operations)
+    plan = replace(kept.way.plan, operations=choice.operations)
+    return Overlapped(plan, kept.way.name, attempts.before, kept.after)
 
 
 @dataclass(frozen=True, eq=False)
-class _Choice:
-    """Chooses a way for a graph."""
+class _Applied:
+    """A way that holds what it promised."""
 
-    track: Track
-    options: Options
-    limits: Limits
-    labels: ModuleLabels | None
+    way: Way
+    after: Forecast
 
-    def best(self, tried: _Tried, slowest_ms: float) -> tuple[Way | None, int]:
-        """The best way that is not slower than that, and the work of finding it."""
-        if self.labels is not None:
-            return next_module_way(
-                self.track,
-                self.options,
-                self.limits,
-                self.labels,
-                ModuleTries(tried.given_up, tried.lowered_bytes, slowest_ms),
-            )
-        limit = min([self.limits.peak_bytes, *tried.lowered_bytes.values()])
-        ways = try_ways(self.track, self.options, replace(self.limits, peak_bytes=limit))
-        spent = sum(way.schedule.operations + way.plan.operations for way in ways)
-        ways = [way for way in ways if way.name not in tried.given_up]
-        ways = [way for way in ways if way.schedule.timeline.total_ms <= slowest_ms]
-        return (ways[0] if ways else None), spent
+
+class _Attempts:
+    """Applies ways to a graph until none is left that promises more.
+
+    Attributes:
+        before: forecast of the graph as it was given, with the nodes that it had when it last stood
+            like that.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        options: Options,
+        model: RuntimeModel,
+        caps: _Caps,
+        choice: Choice,
+        before: Forecast,
+    ) -> None:
+        self._graph, self._options, self._model = graph, options, model
+        self._caps, self._choice = caps, choice
+        self.before = before
+        self._track: Track | None = None  # of the graph as it was given
+        self._snapshot = Snapshot(graph)
+        self._changed = False
+
+    def run(self) -> _Applied | None:
+        """The best way that holds, which the graph then has; None: the graph is as it was."""
+        kept: _Applied | None = None
+        stands = False  # the graph is that of the way that is kept
+        slowest: float | None = self.before.timeline.total_ms + _ROUNDING_MS
+        applied = 0
+        while slowest is not None and (not applied or applied < self._choice.most_applied):
+            way = self._choice.next(self._read, slowest)
+            if way is None:
+                break
+            applied += 1
+            found = self._apply(way)
+            stands = found is not None and (kept is None or _is_faster(found, kept))
+            if stands and found is not None:
+                kept = found
+                slowest = self._choice.faster_than(kept.after.timeline.total_ms)
+        if kept is not None and not stands:
+            kept = self._apply(self._choice.again(self._read(), kept.way))
+        if kept is None:
+            self._read()
+        return kept
+
+    def _read(self) -> Track:
+        """The graph as it was given."""
+        if self._changed:
+            self._snapshot.restore()  # which makes new nodes in the place of those that were erased
+            self._changed, self._track = False, None
+            now = collect(self._graph)
+            self.before = forecast(self._graph, now, self._model, eager=self._options.run_eagerly)
+        if self._track is None:
+            before, caps = self.before, self._caps
+            live = combined_live(before, caps.peak_bytes, caps.held_peak_bytes)
+            self._track = read_track(before.order, before.skeleton, self._model, before.costs, live)
+        return self._track
+
+    def _apply(self, way: Way) -> _Applied | None:
+        """Changes the graph; None, and the choice is told, where the way does not hold."""
+        track, before, eager = self._read(), self.before, self._options.run_eagerly
+        way = _legal(self._graph, track, way)
+        self._snapshot = Snapshot(self._graph)
+        self._changed = True
+        apply_plan(self._graph, before.skeleton, way.plan, run_eagerly=eager)
+        self._graph.lint()
+        after = forecast(self._graph, collect(self._graph), self._model, eager=eager)
+        check_fences(before.skeleton, after.skeleton, way.plan)
+        problem = _problem(before, after, self._caps) or _lost(way, track, after)
+        if problem is None:
+            return _Applied(way, after)
+        log.debug("way %r is given up: %s", way.name, problem)
+        self._choice.fail(way, self._caps.excess_bytes(after))
+        self._read()
+        return None
 
 
 @dataclass(frozen=True)
@@ -214,12 +232,16 @@ def _is_slower(one: Timeline, other: Timeline) -> bool:
     return one.total_ms > other.total_ms + _ROUNDING_MS
 
 
-def _legal(graph: fx.Graph, track: Track, way: Way, limits: Limits) -> Way:
+def _is_faster(one: _Applied, other: _Applied) -> bool:
+    return one.after.timeline.total_ms < other.after.timeline.total_ms
+
+
+def _legal(graph: fx.Graph, track: Track, way: Way) -> Way:
     """The way without buckets that fail the check, scheduled anew if there are any."""
     checked = check_plan(track.skeleton, contract(graph, track.skeleton), way.plan)
     if len(checked.buckets) == len(way.plan.buckets):
         return way
-    return reschedule(track, replace(way, plan=checked), limits)
+    return reschedule(track, replace(way, plan=checked), way.limits)
 
 
 def _problem(before: Forecast, after: Forecast, caps: _Caps) -> str | None:

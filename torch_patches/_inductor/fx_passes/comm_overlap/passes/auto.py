@@ -11,6 +11,8 @@ taken.  The work is at most a fixed multiple of one schedule.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch_patches._inductor.fx_passes.comm_overlap.options import (
     DEFAULT_MEMORY_BYTES,
     DEFAULT_MEMORY_INCREASE,
@@ -45,6 +47,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
 
 GIB = 1 << 30
 
+#: Kernels of a graph on which work is spent that would be too much on a large one.
+SMALL_KERNELS = 512
 #: Least and most MB that "auto" may put in a bucket, besides the default.
 CAPS_MB = (SMALLEST_MB, LARGEST_MB)
 
@@ -81,16 +85,25 @@ def try_ways(track: Track, options: Options, limits: Limits) -> list[Way]:
     """
     alone = schedule_way("none", merge_nothing(track.skeleton, options), track, limits)
     ways = [alone]
-    if _is_free(options):
+    free = _is_free(options)
+    if free:
         ways += CapSearch(track, options, limits).ways()
     else:
         merger = LinearMerger(track, limits.in_flight_bytes)
         asked = plan_greedily(track.skeleton, merger, options)
         ways.append(schedule_way("as asked", asked, track, limits))
+    if not free or is_small(track):
         graph = track.order[0].graph
-        plan = merge_after_schedule(graph, track, alone.schedule, options, limits)
+        wide = replace(options, bucket_cap_mb=float(LARGEST_MB)) if free else options
+        plan = merge_after_schedule(graph, track, alone.schedule, wide, limits)
         ways.append(schedule_way("after schedule", plan, track, limits))
     return sorted(ways, key=lambda way: badness(way, limits))
+
+
+def is_small(track: Track) -> bool:
+    """A second application costs little there, and so do ways that are worth less elsewhere: known
+    by kernels, of which all ranks have as many."""
+    return track.slots <= SMALL_KERNELS
 
 
 def merge_nothing(skeleton: Skeleton, options: Options) -> Plan:

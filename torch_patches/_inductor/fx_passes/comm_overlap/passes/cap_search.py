@@ -13,11 +13,12 @@ known by the order in which they appear, since names of groups differ between ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.saturation import MIB
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
+from torch_patches._inductor.fx_passes.comm_overlap.passes.bucket_sizes import DynamicSizes
 from torch_patches._inductor.fx_passes.comm_overlap.passes.candidates import select_candidates
 from torch_patches._inductor.fx_passes.comm_overlap.passes.caps import (
     BucketCaps,
@@ -62,6 +63,7 @@ class Sizes:
 
     Args:
         caps: bytes by key, keys in order of appearance.
+        dynamic: the dynamic program decides where buckets end, within these sizes.
         tapered: buckets are smaller at the ends of the graph, where no compute hides them.
         copied: places of the keys whose buckets are copied together.  The host issues each member of
             a zero-copy bucket, and one collective of a copied one.
@@ -69,6 +71,7 @@ class Sizes:
 
     caps: tuple[int, ...]
     tapered: bool = False
+    dynamic: bool = False
     copied: frozenset[int] = frozenset()
 
 
@@ -79,6 +82,8 @@ class _Move:
     Args:
         places: of the keys whose buckets become ``numerator / denominator`` times as large.
         tapers, copies: turns ``tapered`` over, or ``copied`` for ``places``.
+        cuts: leaves it to the dynamic program where buckets end.
+        widens: to the largest size.
     """
 
     places: tuple[int, ...] = ()
@@ -86,11 +91,20 @@ class _Move:
     denominator: int = 1
     tapers: bool = False
     copies: bool = False
+    cuts: bool = False
+    widens: bool = False
 
     def of(self, sizes: Sizes) -> Sizes | None:
         """Where it leads to; None beyond the bounds."""
         if self.copies:
             return replace(sizes, copied=sizes.copied ^ frozenset(self.places))
+        if self.cuts:
+            whole = (LARGEST_MB * MIB,) * len(sizes.caps) if self.widens else sizes.caps
+            return (
+                None if sizes.dynamic else replace(sizes, caps=whole, dynamic=True, tapered=False)
+            )
+        if self.tapers and sizes.dynamic:
+            return None
         caps = list(sizes.caps)
         for place in self.places:
             caps[place] = caps[place] * self.numerator // self.denominator
@@ -114,6 +128,7 @@ class CapSearch:
         self._tried: dict[Sizes, Way] = {}
         self._ways: dict[tuple[tuple[object, ...], ...], Way] = {}  # by form and members of buckets
         self._schedules = 0
+        self._dynamic: DynamicSizes | None = None  # once there is a way to go by
 
     def ways(self) -> list[Way]:
         """All ways that were tried; none where nothing can be merged."""
@@ -123,6 +138,7 @@ class CapSearch:
 
     def _walk(self) -> None:
         best = min(self._seeds()[: self._options.max_schedules], key=self._badness)
+        self._dynamic = DynamicSizes(self._track, self._options, self._limits, self._try(best))
         moves = self._moves()
         walking = True
         while walking:
@@ -135,6 +151,12 @@ class CapSearch:
                     if not self._badness(further) < self._badness(best):
                         break
                     best, further, walking = further, move.of(further), True
+                if self._is_settled(best):
+                    return
+
+    def _is_settled(self, sizes: Sizes) -> bool:
+        """The dynamic program has chosen from all sizes, and memory allows it."""
+        return sizes.dynamic and not excess_bytes(self._try(sizes), self._limits)
 
     def _is_host_bound(self, sizes: Sizes) -> bool:
         timeline = self._try(sizes).schedule.timeline
@@ -162,7 +184,8 @@ class CapSearch:
         kinds = [tuple(p for p in every if self._is_gather[p] is kind) for kind in (False, True)]
         groups = dict.fromkeys((every, *kinds, *((place,) for place in every)))
         sized = [_Move(p, *by) for p in groups if p for by in ((2, 1), (1, 2))]
-        return [*self._copying([every, *kinds]), *sized, _Move(tapers=True)]
+        ends = (_Move(tapers=True), _Move(cuts=True))
+        return [*self._copying([every, *kinds]), _Move(cuts=True, widens=True), *sized, *ends]
 
     def _copying(self, kinds: Sequence[tuple[int, ...]]) -> list[_Move]:
         """Where the form is left to the pass: keys that have both."""
@@ -186,13 +209,17 @@ class CapSearch:
     def _plan(self, sizes: Sizes) -> Plan:
         by_key = dict(zip(self._largest, sizes.caps, strict=True))
         by_first = dict(self._fitting)
-        if sizes.tapered:
-            for index, size in tapering_bytes(self._track, by_key).items():
-                by_first[index] = min(by_first.get(index, size), size)
-        merger = LinearMerger(self._track, self._limits.in_flight_bytes)
         keys = list(self._largest)
         copied = frozenset(keys[place] for place in sizes.copied)
         caps = BucketCaps(by_key, by_first, copied)
+        given: Mapping[int, int] = {}
+        if sizes.dynamic and self._dynamic is not None:
+            given = self._dynamic.by_first(caps)
+        elif sizes.tapered:
+            given = tapering_bytes(self._track, by_key)
+        for index, size in given.items():
+            by_first[index] = min(by_first.get(index, size), size)
+        merger = LinearMerger(self._track, self._limits.in_flight_bytes)
         return plan_greedily(self._track.skeleton, merger, self._options, caps)
 
     def _schedule(self, name: str, plan: Plan) -> Way:
@@ -212,10 +239,11 @@ class CapSearch:
         """As reports have it: the same on all ranks."""
         whole = {cap // MIB for cap in sizes.caps}
         found = f"{whole.pop()} MB" if len(whole) == 1 else self._sizes_by_kind(sizes)
+        dynamic = " by the dynamic program" if sizes.dynamic else ""
         keys = list(self._largest)
         kinds = dict.fromkeys(keys[place].kind.value for place in sorted(sizes.copied))
         copied = f", copied {', '.join(kinds)}" if kinds else ""
-        return found + (", tapered" if sizes.tapered else "") + copied
+        return found + (", tapered" if sizes.tapered else "") + dynamic + copied
 
     def _sizes_by_kind(self, sizes: Sizes) -> str:
         by_kind: dict[str, list[str]] = {}

@@ -24,12 +24,15 @@ class Way:
     """One way to bucket, with the schedule of its buckets, whose moves are in the plan.
 
     Args:
+        track, limits: that it was scheduled for and under.
         choose_timing: what placed them; None where the estimates did.
     """
 
     name: str
     plan: Plan
     schedule: Schedule
+    track: Track
+    limits: Limits
     choose_timing: ChooseTiming | None = None
 
 
@@ -44,7 +47,8 @@ def schedule_way(
     units = make_units(track, plan.buckets)
     timing = choose_timing(units) if choose_timing is not None else None
     schedule = plan_schedule(track, units, limits, timing)
-    return Way(name, replace(plan, moves=schedule.moves), schedule, choose_timing)
+    moved = replace(plan, moves=schedule.moves)
+    return Way(name, moved, schedule, track, limits, choose_timing)
 
 
 def reschedule(track: Track, way: Way, limits: Limits) -> Way:
