@@ -3,7 +3,8 @@
     forecast -> ways, the best first -> check -> apply -> forecast again -> keep, or undo and take
                                                                             the next one
 
-A way that exceeds the memory cap is planned once more with so much less of it.
+A way that exceeds the memory cap is planned once more with so much less of it.  "auto" first tries
+all this with compute in an order that lets other collectives start earlier.
 
 A way is kept if the graph that it really makes is legal, no slower than the input by the estimates,
 within the memory cap, and has every overlap that was planned.  Else less is done, down to nothing.
@@ -31,6 +32,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
 from torch_patches._inductor.fx_passes.comm_overlap.graph.control import Overlap
+from torch_patches._inductor.fx_passes.comm_overlap.graph.ordering import relink
 from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
@@ -39,6 +41,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import (
     merge_nothing,
     try_ways,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.passes.earlier_others import earlier_others
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import (
     ModuleLabels,
     label_collectives,
@@ -50,7 +53,13 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.module_ways import (
 from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track, read_track
 from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import Way, reschedule
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, Plan, Skeleton, Traffic
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    Bucket,
+    Collective,
+    Plan,
+    Skeleton,
+    Traffic,
+)
 
 log = logging.getLogger(__name__)
 
@@ -119,26 +128,32 @@ def _overlap(
     caps = _Caps(limits.peak_bytes, memory_limits(options, before.held_peak_bytes).peak_bytes)
     tried = _Tried()
     operations = 0
+    in_place = options.bucketing_mode != "auto"
     for _ in range(MAX_APPLIED if labels is None else MAX_APPLIED_MODULES):
-        live = combined_live(before, caps.peak_bytes, caps.held_peak_bytes)
-        track = read_track(before.order, before.skeleton, model, before.costs, live)
+        track = _track_of(before, caps)
+        snapshot = Snapshot(graph)
+        ordered = None if in_place else _in_new_order(graph, before, track, caps, eager)
+        track, in_place = ordered or track, True
         choice = _Choice(track, options, limits, labels)
         way, spent = choice.best(tried, before.timeline.total_ms + _ROUNDING_MS)
         operations += spent
         if way is None:
-            break
+            snapshot.restore()
+            if ordered is None:
+                break
+            continue
         way = _legal(graph, track, way, limits)
-        snapshot = Snapshot(graph)
-        apply_plan(graph, before.skeleton, way.plan, run_eagerly=eager)
-        graph.lint()
-        after = forecast(graph, collect(graph), model, eager=eager)
-        check_fences(before.skeleton, after.skeleton, way.plan)
+        plan = way.plan if ordered is None else _as_in_input(way.plan, track, before.skeleton)
+        after = _applied(graph, before, plan, eager)
         problem = _problem(before, after, caps) or _lost(way, track, after)
+        problem = problem or _too_wide(plan, options)
         if problem is None:
-            plan = replace(way.plan, operations=operations)
-            return Overlapped(plan, way.name, before, after)
+            return Overlapped(replace(plan, operations=operations), way.name, before, after)
         log.debug("way %r is given up: %s", way.name, problem)
-        tried.note(way, min(way.schedule.peak_bytes, limits.peak_bytes), caps.excess_bytes(after))
+        if ordered is None:
+            tried.note(
+                way, min(way.schedule.peak_bytes, limits.peak_bytes), caps.excess_bytes(after)
+            )
         snapshot.restore()  # which makes new nodes in the place of those that were erased
         before = forecast(graph, collect(graph), model, eager=eager)
     return _nothing(before, options, operations)
@@ -205,9 +220,55 @@ class _Caps:
         return max(freed, after.held_peak_bytes - self.held_peak_bytes, 0)
 
 
+def _track_of(base: Forecast, caps: _Caps) -> Track:
+    live = combined_live(base, caps.peak_bytes, caps.held_peak_bytes)
+    return read_track(base.order, base.skeleton, base.model, base.costs, live)
+
+
+def _in_new_order(
+    graph: fx.Graph, before: Forecast, track: Track, caps: _Caps, eager: bool
+) -> Track | None:
+    """The graph with compute in an order that hides more, changed in place; None if there is none."""
+    order = earlier_others(track, before.timeline, caps.peak_bytes)
+    if order is None:
+        return None
+    relink(graph, order)
+    return _track_of(forecast(graph, collect(graph), before.model, eager=eager), caps)
+
+
+def _applied(graph: fx.Graph, before: Forecast, plan: Plan, eager: bool) -> Forecast:
+    """Applies the plan; what the graph then is like."""
+    apply_plan(graph, before.skeleton, plan, run_eagerly=eager)
+    graph.lint()
+    after = forecast(graph, collect(graph), before.model, eager=eager)
+    check_fences(before.skeleton, after.skeleton, plan)
+    return after
+
+
 def _nothing(before: Forecast, options: Options, operations: int) -> Overlapped:
     plan = replace(merge_nothing(before.skeleton, options), operations=operations)
     return Overlapped(plan, "input", before, before)
+
+
+def _as_in_input(plan: Plan, track: Track, skeleton: Skeleton) -> Plan:
+    """The plan for a graph in a new order, told by the input's collectives and positions."""
+    known = {collective.start: collective for collective in skeleton.collectives}
+
+    def told(bucket: Bucket) -> Bucket:
+        members = tuple(known[member.start] for member in bucket.members)
+        positions = [member.position for member in members]
+        return replace(bucket, members=members, span=max(positions) - min(positions))
+
+    return replace(plan, buckets=tuple(map(told, plan.buckets)), order=tuple(track.order))
+
+
+def _too_wide(plan: Plan, options: Options) -> str | None:
+    """A new order of compute brought together what stands too far apart in the input."""
+    bound = options.max_topo_span
+    if bound is None or not plan.order:
+        return None
+    wide = [b.span for b in plan.buckets if b.span > bound]
+    return f"spans {wide} are above {bound}" if wide else None
 
 
 def _is_slower(one: Timeline, other: Timeline) -> bool:
