@@ -141,6 +141,19 @@ def test_what_needs_the_wait_of_another_stays_behind_it() -> None:
     assert new_order(gm) is None
 
 
+def test_a_wait_that_is_needed_moves_over_nothing() -> None:
+    """Two dW in front: the nearer one hides the first reduction, the other none, though it is free."""
+    b = Lines()
+    grad = b.mm(b.x, b.w)
+    far, near = b.mm(b.x, grad), b.mm(grad, grad)
+    first = b.all_reduce(b.relu(grad), "sum", "tp")
+    wait = b.wait(first)
+    second = b.all_reduce(b.relu(wait), "sum", "tp")
+    made = {"far": far, "near": near, "first": first, "wait": wait, "second": second}
+    gm = b.output(far, near, b.mm(b.wait(second), b.w))
+    assert names(new_order(gm), made) == ["far", "first", "near", "wait", "second"]
+
+
 def test_nothing_crosses_a_side_effect() -> None:
     b = Lines()
     grad = b.mm(b.x, b.w)

@@ -126,14 +126,13 @@ def _overlap(
     before = forecast(graph, skeleton, model, eager=eager)
     limits = memory_limits(options, before.peak_bytes)
     caps = _Caps(limits.peak_bytes, memory_limits(options, before.held_peak_bytes).peak_bytes)
-    tried = _Tried()
-    operations = 0
-    in_place = options.bucketing_mode != "auto"
-    for _ in range(MAX_APPLIED if labels is None else MAX_APPLIED_MODULES):
+    tried, operations = _Tried(), 0
+    for attempt in range(MAX_APPLIED if labels is None else MAX_APPLIED_MODULES):
         track = _track_of(before, caps)
         snapshot = Snapshot(graph)
-        ordered = None if in_place else _in_new_order(graph, before, track, caps, eager)
-        track, in_place = ordered or track, True
+        first = attempt == 0 and options.bucketing_mode == "auto"
+        ordered = _in_new_order(graph, before, track, caps, eager) if first else None
+        track = ordered or track
         choice = _Choice(track, options, limits, labels)
         way, spent = choice.best(tried, before.timeline.total_ms + _ROUNDING_MS)
         operations += spent
