@@ -211,7 +211,7 @@ def _take_over(
 
 
 def _apply(graph: fx.Graph, skeleton: Skeleton, plan: Plan, options: Options) -> Skeleton:
-    if plan.buckets or plan.moves:
+    if plan.buckets or plan.moves or plan.order:
         apply_plan(graph, skeleton, plan, run_eagerly=options.run_eagerly)
         graph.lint()
     after = collect(graph)

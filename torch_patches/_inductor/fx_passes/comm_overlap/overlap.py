@@ -4,7 +4,8 @@
                                                                             the next one
 
 Which one is next is told by ``passes/choice.py``.  A way that exceeds the memory cap is scheduled
-once more with so much less of it.
+once more with so much less of it.  "auto" first tries one with compute in an order that lets other
+collectives start earlier.
 
 A way is kept if the graph that it really makes is legal, no slower than the input by the estimates,
 within the memory cap, and has every overlap that was planned.  Else less is done, down to nothing.
@@ -32,10 +33,12 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
 from torch_patches._inductor.fx_passes.comm_overlap.graph.control import Overlap
+from torch_patches._inductor.fx_passes.comm_overlap.graph.ordering import relink
 from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import (
+    is_small,
     memory_limits,
     merge_nothing,
 )
@@ -44,13 +47,21 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.choice import (
     EstimatedChoice,
     ModuleChoice,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.passes.earlier_others import earlier_others
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import (
     ModuleLabels,
     label_collectives,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track, read_track
 from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import Way, reschedule
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, Plan, Skeleton, Traffic
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    Bucket,
+    Collective,
+    Plan,
+    Skeleton,
+    Traffic,
+)
 
 log = logging.getLogger(__name__)
 
@@ -111,24 +122,24 @@ def _overlap(
     before = forecast(graph, skeleton, model, eager=options.run_eagerly)
     limits = memory_limits(options, before.peak_bytes)
     caps = _Caps(limits.peak_bytes, memory_limits(options, before.held_peak_bytes).peak_bytes)
-    choice: Choice = (
-        EstimatedChoice(options, limits)
-        if labels is None
-        else ModuleChoice(options, limits, labels)
-    )
-    attempts = _Attempts(graph, options, model, caps, choice, before)
-    kept = attempts.run()
+    attempts = _Attempts(graph, options, model, caps, limits, before)
+    kept = attempts.best_of_both_orders() if labels is None else attempts.run(labels)
     if kept is None:
-        return _nothing(attempts.before, options, choice.operations)
-    plan = replace(kept.way.plan, operations=choice.operations)
+        return _nothing(attempts.before, options, attempts.operations)
+    plan = replace(kept.plan, operations=attempts.operations)
     return Overlapped(plan, kept.way.name, attempts.before, kept.after)
 
 
 @dataclass(frozen=True, eq=False)
 class _Applied:
-    """A way that holds what it promised."""
+    """A way that holds what it promised.
+
+    Args:
+        plan: of the way, told by the collectives of the graph as it was given.
+    """
 
     way: Way
+    plan: Plan
     after: Forecast
 
 
@@ -138,6 +149,7 @@ class _Attempts:
     Attributes:
         before: forecast of the graph as it was given, with the nodes that it had when it last stood
             like that.
+        operations: counted work.
     """
 
     def __init__(
@@ -146,36 +158,77 @@ class _Attempts:
         options: Options,
         model: RuntimeModel,
         caps: _Caps,
-        choice: Choice,
+        limits: Limits,
         before: Forecast,
     ) -> None:
         self._graph, self._options, self._model = graph, options, model
-        self._caps, self._choice = caps, choice
+        self._caps, self._limits = caps, limits
         self.before = before
+        self.operations = 0
         self._track: Track | None = None  # of the graph as it was given
         self._snapshot = Snapshot(graph)
         self._changed = False
 
-    def run(self) -> _Applied | None:
+    def best_of_both_orders(self) -> _Applied | None:
+        """The first way that holds with compute in an order that lets other collectives start
+        earlier; without one, or in a small graph if it is faster, the best with compute as it is."""
+        found = self._in_new_order() if self._options.bucketing_mode == "auto" else None
+        if found is not None and not is_small(found.way.track):
+            return found
+        kept = self.run(None)
+        if found is None or (kept is not None and not _is_faster(found, kept)):
+            return kept
+        self._read()
+        return self._in_new_order()
+
+    def _in_new_order(self) -> _Applied | None:
+        slowest = self.before.timeline.total_ms + _ROUNDING_MS
+        order = earlier_others(self._read(), self.before.timeline, self._caps.peak_bytes)
+        if order is None:
+            return None
+        self._snapshot, self._changed = Snapshot(self._graph), True
+        relink(self._graph, order)
+        track = self._track_of(self._forecast(collect(self._graph)))
+        choice = EstimatedChoice(self._options, self._limits)
+        way = choice.next(lambda: track, slowest)
+        self.operations += choice.operations
+        if way is not None:
+            way = _legal(self._graph, track, way)
+            plan = _as_in_input(way.plan, track, self.before.skeleton)
+            after = self._changed_by(plan)
+            problem = self._problem(way, track, after) or _too_wide(plan, self._options)
+            if problem is None:
+                return _Applied(way, plan, after)
+            log.debug("way %r in a new order is given up: %s", way.name, problem)
+        self._read()
+        return None
+
+    def run(self, labels: ModuleLabels | None) -> _Applied | None:
         """The best way that holds, which the graph then has; None: the graph is as it was."""
+        choice: Choice = (
+            EstimatedChoice(self._options, self._limits)
+            if labels is None
+            else ModuleChoice(self._options, self._limits, labels)
+        )
         kept: _Applied | None = None
         stands = False  # the graph is that of the way that is kept
         slowest: float | None = self.before.timeline.total_ms + _ROUNDING_MS
         applied = 0
-        while slowest is not None and (not applied or applied < self._choice.most_applied):
-            way = self._choice.next(self._read, slowest)
+        while slowest is not None and (not applied or applied < choice.most_applied):
+            way = choice.next(self._read, slowest)
             if way is None:
                 break
             applied += 1
-            found = self._apply(way)
+            found = self._apply(way, choice)
             stands = found is not None and (kept is None or _is_faster(found, kept))
             if stands and found is not None:
                 kept = found
-                slowest = self._choice.faster_than(kept.after.timeline.total_ms)
+                slowest = choice.faster_than(kept.after.timeline.total_ms)
         if kept is not None and not stands:
-            kept = self._apply(self._choice.again(self._read(), kept.way))
+            kept = self._apply(choice.again(self._read(), kept.way), choice)
         if kept is None:
             self._read()
+        self.operations += choice.operations
         return kept
 
     def _read(self) -> Track:
@@ -183,31 +236,43 @@ class _Attempts:
         if self._changed:
             self._snapshot.restore()  # which makes new nodes in the place of those that were erased
             self._changed, self._track = False, None
-            now = collect(self._graph)
-            self.before = forecast(self._graph, now, self._model, eager=self._options.run_eagerly)
+            self.before = self._forecast(collect(self._graph))
         if self._track is None:
-            before, caps = self.before, self._caps
-            live = combined_live(before, caps.peak_bytes, caps.held_peak_bytes)
-            self._track = read_track(before.order, before.skeleton, self._model, before.costs, live)
+            self._track = self._track_of(self.before)
         return self._track
 
-    def _apply(self, way: Way) -> _Applied | None:
+    def _forecast(self, skeleton: Skeleton) -> Forecast:
+        return forecast(self._graph, skeleton, self._model, eager=self._options.run_eagerly)
+
+    def _track_of(self, base: Forecast) -> Track:
+        live = combined_live(base, self._caps.peak_bytes, self._caps.held_peak_bytes)
+        return read_track(base.order, base.skeleton, self._model, base.costs, live)
+
+    def _apply(self, way: Way, choice: Choice) -> _Applied | None:
         """Changes the graph; None, and the choice is told, where the way does not hold."""
-        track, before, eager = self._read(), self.before, self._options.run_eagerly
+        track = self._read()
         way = _legal(self._graph, track, way)
-        self._snapshot = Snapshot(self._graph)
-        self._changed = True
-        apply_plan(self._graph, before.skeleton, way.plan, run_eagerly=eager)
-        self._graph.lint()
-        after = forecast(self._graph, collect(self._graph), self._model, eager=eager)
-        check_fences(before.skeleton, after.skeleton, way.plan)
-        problem = _problem(before, after, self._caps) or _lost(way, track, after)
+        self._snapshot, self._changed = Snapshot(self._graph), True
+        after = self._changed_by(way.plan)
+        problem = self._problem(way, track, after)
         if problem is None:
-            return _Applied(way, after)
+            return _Applied(way, way.plan, after)
         log.debug("way %r is given up: %s", way.name, problem)
-        self._choice.fail(way, self._caps.excess_bytes(after))
+        choice.fail(way, self._caps.excess_bytes(after))
         self._read()
         return None
+
+    def _changed_by(self, plan: Plan) -> Forecast:
+        """Applies the plan; what the graph then is like."""
+        skeleton, eager = self.before.skeleton, self._options.run_eagerly
+        apply_plan(self._graph, skeleton, plan, run_eagerly=eager)
+        self._graph.lint()
+        after = self._forecast(collect(self._graph))
+        check_fences(skeleton, after.skeleton, plan)
+        return after
+
+    def _problem(self, way: Way, track: Track, after: Forecast) -> str | None:
+        return _problem(self.before, after, self._caps) or _lost(way, track, after)
 
 
 @dataclass(frozen=True)
@@ -226,6 +291,27 @@ class _Caps:
 def _nothing(before: Forecast, options: Options, operations: int) -> Overlapped:
     plan = replace(merge_nothing(before.skeleton, options), operations=operations)
     return Overlapped(plan, "input", before, before)
+
+
+def _as_in_input(plan: Plan, track: Track, skeleton: Skeleton) -> Plan:
+    """The plan for a graph in a new order, told by the input's collectives and positions."""
+    known = {collective.start: collective for collective in skeleton.collectives}
+
+    def told(bucket: Bucket) -> Bucket:
+        members = tuple(known[member.start] for member in bucket.members)
+        positions = [member.position for member in members]
+        return replace(bucket, members=members, span=max(positions) - min(positions))
+
+    return replace(plan, buckets=tuple(map(told, plan.buckets)), order=tuple(track.order))
+
+
+def _too_wide(plan: Plan, options: Options) -> str | None:
+    """A new order of compute brought together what stands too far apart in the input."""
+    bound = options.max_topo_span
+    if bound is None:
+        return None
+    wide = [b.span for b in plan.buckets if b.span > bound]
+    return f"spans {wide} are above {bound}" if wide else None
 
 
 def _is_slower(one: Timeline, other: Timeline) -> bool:

@@ -382,6 +382,8 @@ class Plan:
         dependencies: (before, after) pairs that must hold in the result, beyond those of the graph:
             what keeps compute between the starts and waits that it hides.
         moves: in the order in which they shall stand where they share a place.
+        order: all nodes in the order in which places count, where compute gets a new one; else
+            empty: the graph's own.
     """
 
     buckets: tuple[Bucket, ...] = ()
@@ -389,3 +391,4 @@ class Plan:
     operations: int = 0
     dependencies: tuple[tuple[fx.Node, fx.Node], ...] = ()
     moves: tuple[Move, ...] = ()
+    order: tuple[fx.Node, ...] = ()

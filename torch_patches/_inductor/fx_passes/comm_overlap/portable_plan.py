@@ -44,6 +44,7 @@ class PortablePlan:
     buckets: tuple[PortableBucket, ...] = ()
     moves: tuple[tuple[int, int], ...] = ()
     dependencies: tuple[tuple[int, int], ...] = ()
+    order: tuple[int, ...] = ()
 
 
 def encode(plan: Plan, order: Sequence[fx.Node]) -> PortablePlan:
@@ -64,6 +65,7 @@ def encode(plan: Plan, order: Sequence[fx.Node]) -> PortablePlan:
         ),
         moves=tuple((place[move.node], move.place) for move in plan.moves),
         dependencies=tuple((place[before], place[after]) for before, after in plan.dependencies),
+        order=tuple(place[node] for node in plan.order),
     )
 
 
@@ -88,12 +90,15 @@ def decode(portable: PortablePlan, skeleton: Skeleton, order: Sequence[fx.Node])
         )
         moves = tuple(Move(order[number], place) for number, place in portable.moves)
         pairs = tuple((order[before], order[after]) for before, after in portable.dependencies)
+        ordered = tuple(order[number] for number in portable.order)
     except IndexError:
         raise PortablePlanError("the plan speaks of nodes that this graph does not have") from None
+    if ordered and (len(ordered) != len(order) or set(ordered) != set(order)):
+        raise PortablePlanError("the plan's order is not one of all nodes of this graph")
     merged = {member for bucket in portable.buckets for member in bucket.members}
     apart = [c.start.name for c in skeleton.collectives if c.index not in merged]
     refusals = tuple(Refusal((name,), RefusalReason.OTHER_RANK) for name in apart)
-    return Plan(buckets, refusals, 0, pairs, moves)
+    return Plan(buckets, refusals, 0, pairs, moves, ordered)
 
 
 def structure_digest(graph: fx.Graph) -> str:

@@ -58,6 +58,8 @@ def apply_plan(
     Raises:
         CycleError: the buckets close a cycle (the graph is then half rewritten).
     """
+    if plan.order:
+        relink(graph, list(plan.order))
     numbers = number_nodes(graph)
     pairs = (*skeleton.order_dependencies, *plan.dependencies)
     precedence = Precedence(pairs)

@@ -227,8 +227,8 @@ class CapSearch:
         way = schedule_way(name, plan, self._track, self._limits)
         self._schedules += 1
         excess = excess_bytes(way, self._limits)
-        fastest = min((total_ms(w) for w in self._ways.values()), default=0.0)
-        if not excess or total_ms(way) >= fastest:
+        holding = [w for w in self._ways.values() if not excess_bytes(w, self._limits)]
+        if not excess or (holding and total_ms(way) >= min(map(total_ms, holding))):
             return way
         cap = self._limits.peak_bytes
         lower = replace(self._limits, peak_bytes=cap - excess - cap // _MARGIN)

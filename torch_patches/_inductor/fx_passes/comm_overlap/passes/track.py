@@ -48,6 +48,7 @@ class Track:
         skeleton, model, costs: of the graph.
         compute_before: ms of compute in front of each place.
         slot: kernels in front of each place.
+        live_bytes: at each place.
         fixed_bytes: by slot, the most that lives there without the outputs of movable gathers
             (from start to first use) and without the inputs of gradient reductions.
         peak_bytes: the same with that input at the places where reductions start in the input.
@@ -71,6 +72,7 @@ class Track:
     costs: Mapping[fx.Node, ComputeCost]
     compute_before: Sequence[float]
     slot: Sequence[int]
+    live_bytes: Sequence[int]
     fixed_bytes: Sequence[int]
     peak_bytes: Sequence[int]
     peak_behind: Sequence[int]
@@ -129,6 +131,7 @@ def read_track(
         costs=costs,
         compute_before=compute,
         slot=slot,
+        live_bytes=live.at_node,
         fixed_bytes=by_slot,
         peak_bytes=peaks,
         peak_behind=list(accumulate(reversed(peaks), max))[::-1],
