@@ -1,0 +1,114 @@
+"""torch's bucketing of FSDP's collectives in front of a schedule, over our greedy."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch.fx as fx
+from torch.utils._ordered_set import OrderedSet
+
+from torch_patches import _compat, config
+from torch_patches._inductor.fx_passes.comm_overlap.check import check_fences, check_plan
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.saturation import (
+    MIB,
+    saturation_bytes,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
+from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
+from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import plan_topo_span
+from torch_patches.compat_api._arguments import (
+    bucket_form,
+    gathering_groups,
+    make_options,
+    run_or_leave,
+    without_gloo,
+)
+
+log = logging.getLogger(__name__)
+
+_FLAG = config.PREFIX + "pre_bucketing_fsdp_collectives_"
+
+
+def identify_fsdp_groups(gm: fx.GraphModule) -> tuple[OrderedSet[str], int | None]:
+    """Process groups that gather parameters.
+
+    Tags of the joint graph tell which gathers those are; without tags, structure: a gather of one
+    input through casts, views, pads and slices.
+
+    Returns:
+        Their names in the order of their first gathers, and the size of the first; None if there is
+        no such group, or its size is not known.
+    """
+    groups = gathering_groups(collect(gm.graph).collectives)
+    return OrderedSet(groups), next(iter(groups.values()), None)
+
+
+def pre_bucket_fsdp_collectives(
+    gm: fx.GraphModule, mode: str | None = None, bucket_cap_mb: float | None = None
+) -> None:
+    """Merges parameter gathers, and reductions of gradients, on the groups that gather parameters.
+
+    In place; the module is recompiled.  A graph that cannot be handled stays as it is, with one
+    warning.
+
+    Args:
+        mode: "default" or "custom_ops" (copying), "coalesced" (zero-copy); None: the flag
+            ``bucket_mode``, or copying.
+        bucket_cap_mb: MB (2**20 bytes) a bucket may hold.  None: what saturates the group's network,
+            times torch's flag ``pre_bucketing_fsdp_collectives_saturation_calibration_multiplier``,
+            between its flags ``..._min_bucket_cap_mb`` and ``..._max_bucket_cap_mb``.
+
+    Raises:
+        FlagError: an argument or a flag has a wrong type or value.
+    """
+    function = "pre_bucket_fsdp_collectives"
+    form = bucket_form(mode, function)
+    groups, size = identify_fsdp_groups(gm)
+    cap = _default_cap_mb(size) if bucket_cap_mb is None else bucket_cap_mb
+    options = make_options(
+        function, bucketing_mode="topo_span", bucket_cap_mb=cap, bucket_mode=form
+    )
+    if not groups:
+        return
+    merge_on(gm.graph, _within(options, tuple(groups)))
+    gm.recompile()
+
+
+def merge_on(graph: fx.Graph, options: Options) -> None:
+    """Merges by the greedy, in place, or leaves the graph as it was."""
+
+    def change() -> None:
+        skeleton = without_gloo(collect(graph))
+        plan = plan_topo_span(skeleton, contract(graph, skeleton), options)
+        plan = check_plan(skeleton, contract(graph, skeleton), plan)
+        if plan.buckets:
+            apply_plan(graph, skeleton, plan)
+            graph.lint()
+            check_fences(skeleton, collect(graph), plan)
+        merged = sum(len(bucket.members) for bucket in plan.buckets)
+        log.info("pre-bucketing: %d buckets of %d collectives", len(plan.buckets), merged)
+
+    run_or_leave(graph, change)
+
+
+def _within(options: Options, groups: tuple[str, ...]) -> Options:
+    cap = options.bucket_cap_mb
+    # A cap by bucket: no small first bucket of all-reduces.
+    by_bucket = (cap,) if isinstance(cap, float) else cap
+    return replace(options, only_groups=groups, bucket_cap_mb=by_bucket)
+
+
+def _default_cap_mb(group_size: int | None) -> float:
+    factor, least, most = (
+        config.current_value(_FLAG + name) if _compat.has_config(_FLAG + name) else default
+        for name, default in (
+            ("saturation_calibration_multiplier", 1.0),
+            ("min_bucket_cap_mb", 10.0),
+            ("max_bucket_cap_mb", 500.0),
+        )
+    )
+    wanted = factor * saturation_bytes(group_size) / MIB
+    return float(max(least, min(most, wanted)))
