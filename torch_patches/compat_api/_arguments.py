@@ -43,11 +43,12 @@ _FORMS = {"default": "default", "custom_ops": "default", "coalesced": "coalesced
 UNBOUNDED_GB = 1e6
 
 
-def bucket_form(mode: str | None, function: str) -> str:
-    """How a bucket is built: "default" (copying) or "coalesced".
+def bucket_form(mode: str | None, function: str, otherwise: str | None = "default") -> str | None:
+    """How a bucket is built: "default" (copying), "coalesced", None (chosen by the planner).
 
     Args:
-        mode: torch's; None takes the flag ``bucket_mode``, and copying where that is None too.
+        mode: torch's; None takes the flag ``bucket_mode``.
+        otherwise: the result where that is None too.
 
     Raises:
         FlagError: unknown, or one that mixes dtypes in a bucket.
@@ -56,7 +57,7 @@ def bucket_form(mode: str | None, function: str) -> str:
     if mode is None and _compat.has_config(config.PREFIX + "bucket_mode"):
         given = config.current_value(config.PREFIX + "bucket_mode")
     if given is None:
-        return "default"
+        return otherwise
     if given not in _FORMS:
         hint = " (a bucket has one dtype)" if given == "custom_ops_multidtype" else ""
         raise config.FlagError(

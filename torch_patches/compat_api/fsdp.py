@@ -29,6 +29,7 @@ from torch_patches.compat_api._arguments import (
 
 log = logging.getLogger(__name__)
 
+_FUNCTION = "pre_bucket_fsdp_collectives"
 _FLAG = config.PREFIX + "pre_bucketing_fsdp_collectives_"
 
 
@@ -64,12 +65,17 @@ def pre_bucket_fsdp_collectives(
     Raises:
         FlagError: an argument or a flag has a wrong type or value.
     """
-    function = "pre_bucket_fsdp_collectives"
-    form = bucket_form(mode, function)
+    merge_parameter_traffic(gm, bucket_form(mode, _FUNCTION), bucket_cap_mb)
+
+
+def merge_parameter_traffic(
+    gm: fx.GraphModule, form: str | None, bucket_cap_mb: float | None
+) -> None:
+    """The same with buckets of one form, or of the one that is estimated to be better (None)."""
     groups, size = identify_fsdp_groups(gm)
     cap = _default_cap_mb(size) if bucket_cap_mb is None else bucket_cap_mb
     options = make_options(
-        function, bucketing_mode="topo_span", bucket_cap_mb=cap, bucket_mode=form
+        _FUNCTION, bucketing_mode="topo_span", bucket_cap_mb=cap, bucket_mode=form
     )
     if not groups:
         return

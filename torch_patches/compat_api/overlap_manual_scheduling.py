@@ -49,7 +49,8 @@ class ManualOverlapScheduler:
                 list of names one bucket.  Empty: nothing is done.  What no entry covers stays.
             insert_overlap_deps: hold the overlaps by control dependencies, for Inductor.
             module_stack_fn: node -> (path, class) of its modules, the outermost first.
-            bucket_mode: see ``bucket_form``.
+            bucket_mode: "default" or "custom_ops" (copying), "coalesced" (zero-copy); None: the flag of
+                that name, or what is estimated to be better.
 
         Raises:
             FlagError: an argument, or a flag that matters, has a wrong type or value.
@@ -59,7 +60,7 @@ class ManualOverlapScheduler:
         self.module_bucket_plans = module_bucket_plans
         self.insert_overlap_deps = insert_overlap_deps
         self.module_stack_fn = module_stack_fn
-        self.bucket_mode = bucket_form(bucket_mode, function)
+        self.bucket_mode = bucket_form(bucket_mode, function, otherwise=None)
         self._options = None
         if module_bucket_plans:
             self._options = make_options(

@@ -79,7 +79,8 @@ class OverlapPreservingBucketer:
                 collectives of their key.
             insert_overlap_deps: hold the overlaps by control dependencies, for Inductor.
             collective_bucketing: merge; else only the order is made and held.
-            bucket_mode: see ``bucket_form``.
+            bucket_mode: "default" or "custom_ops" (copying), "coalesced" (zero-copy); None: the flag of
+                that name, or copying.
             bucket_exposed_first: take collectives without hiding compute first, of those up to half
                 a ``max_topo_span`` apart; None and False: graph order.
             bucket_only_internode_comms: merge only on groups that gather parameters.

@@ -33,7 +33,7 @@ from torch_patches.compat_api._arguments import (
     without_gloo,
 )
 from torch_patches.compat_api._counters import Reachable, count_schedule
-from torch_patches.compat_api.fsdp import pre_bucket_fsdp_collectives
+from torch_patches.compat_api.fsdp import merge_parameter_traffic
 from torch_patches.compat_api.overlap_preserving_bucketer import OverlapPreservingBucketer
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class OverlapScheduler:
         function = "OverlapScheduler"
         self.gm, self.graph = gm, gm.graph
         self.collective_info: dict[fx.Node, CollectiveInfo] = {}
-        self.bucket_mode = bucket_form(bucket_mode, function)
+        self.bucket_mode = bucket_form(bucket_mode, function, otherwise=None)
         gigabytes, ratio = _memory_caps(max_memory_increase_gb, max_memory_increase_ratio)
         options = make_options(
             function,
@@ -243,7 +243,7 @@ def schedule_overlap_bucketing(
         return gm
     if pre_bucketing_fsdp_collectives:
         cap = pre_bucketing_fsdp_collectives_bucket_cap_mb
-        pre_bucket_fsdp_collectives(gm, mode=bucket_mode, bucket_cap_mb=cap)
+        merge_parameter_traffic(gm, scheduler.bucket_mode, cap)
     return scheduler.run()
 
 
