@@ -277,10 +277,25 @@ def test_nodes_of_another_graph():
         OverlapPreservingBucketer(gm.graph, {}, OrderedSet(several(2).done().graph.nodes))
 
 
-def test_scatters_on_gloo_are_copied():
-    """Coalesced ones give wrong numbers there; the group is not known, so it may be gloo's."""
+@BOTH
+def test_the_first_bucket_of_reductions_is_like_the_others(bucketer):
+    """Not as with DDP, whose first bucket holds 1 MB: these have 2 MB each."""
     s = sketch()
-    for start in [s.scatter(s.placeholder(8, 8), "unknown") for _ in range(2)]:
+    for start in [s.all_reduce(s.placeholder(2048, 256), "sum", s.world) for _ in range(2)]:
+        s.end(start)
+    assert launches(bucketed(bucketer, s)) == {"reduce": 1, "wait": 1}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_scatters_on_gloo_are_copied(known):
+    """Coalesced ones give wrong numbers there.  A group that nobody knows may be gloo's."""
+    group = "unknown"
+    if known:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        group = dist.group.WORLD.group_name
+    s = sketch()
+    for start in [s.scatter(s.placeholder(8, 8), group) for _ in range(2)]:
         s.end(start)
     gm = bucketed(OverlapPreservingBucketer, s, bucket_mode="coalesced")
     assert launches(gm) == {"scatter": 1, "wait": 1}

@@ -156,6 +156,29 @@ def test_without_such_groups_nothing_merges(pre_bucket):
     assert launches(gm) == {"scatter": 2, "reduce": 2, "wait": 4}
 
 
+@pytest.mark.parametrize("pre_bucket", PRE_BUCKET)
+def test_reductions_on_other_groups_stay(pre_bucket):
+    groups = Groups()
+    b = GraphBuilder()
+    results = [b.gather_and_wait(b.placeholder(4, 8), 2, groups.fsdp)]
+    results += [b.reduce_and_wait(b.placeholder(4, 8), "sum", groups.tp) for _ in range(2)]
+    gm = b.output(*results)
+    pre_bucket(gm, bucket_cap_mb=2000.0)
+    assert launches(gm)["reduce"] == 2
+
+
+@pytest.mark.parametrize("pre_bucket", PRE_BUCKET)
+def test_the_first_bucket_of_reductions_is_like_the_others(pre_bucket):
+    """Not as with DDP, whose first bucket holds 1 MB: these have 2 MB each."""
+    groups = Groups()
+    b = GraphBuilder()
+    results = [b.gather_and_wait(b.placeholder(4, 8), 2, groups.fsdp)]
+    results += [b.reduce_and_wait(b.placeholder(2048, 256), "sum", groups.fsdp) for _ in range(2)]
+    gm = b.output(*results)
+    pre_bucket(gm, bucket_cap_mb=2000.0)
+    assert launches(gm)["reduce"] == 1
+
+
 def test_mode():
     gm = fsdp_and_tp(Groups())
     pre_bucket_fsdp_collectives(gm, mode="coalesced", bucket_cap_mb=2000.0)

@@ -200,10 +200,7 @@ class AugmentedGraphHelper:
         close a cycle: new nodes are ordered by what they are made of.
         """
         moved = {
-            member: new
-            for old, new in erased_to_new.items()
-            for member in self.merge_sets[old]
-            if member is not new
+            member: new for old, new in erased_to_new.items() for member in self.merge_sets[old]
         }
         pairs = [(dep, node) for node, deps in self.extra_deps.items() for dep in deps]
         touched = [pair for pair in pairs if pair[0] in moved or pair[1] in moved]
