@@ -126,6 +126,19 @@ def test_memory_caps(caps, moved):
     assert words(gm) == ("gather mm wait mm" if moved else "mm gather wait mm")
 
 
+@pytest.mark.parametrize(("caps", "moved"), [((1.0, 0.05), False), ((None, None), True)])
+def test_memory_without_caps(caps, moved):
+    """The same with 128 MiB read and as many made; the gather would add 64, more than the 32 that
+    are always allowed by default."""
+    s = sketch()
+    tall = s.placeholder(1 << 22, 8)
+    s.results.append(s.call(aten.sum, s.call(aten.mm, tall, s.x)))
+    s.results.append(s.call(aten.mm, s.end(s.start(rows=1 << 20)), s.x))
+    gigabytes, ratio = caps
+    gm = run(s, max_memory_increase_gb=gigabytes, max_memory_increase_ratio=ratio)
+    assert words(gm) == ("gather mm wait mm" if moved else "mm gather wait mm")
+
+
 @pytest.mark.parametrize(("distance", "left"), [(3, 1), (1, 2), (0, 4)])
 def test_max_coll_distance(distance, left):
     """Four gradients of one key."""

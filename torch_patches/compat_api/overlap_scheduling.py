@@ -124,6 +124,7 @@ class OverlapScheduler:
             max_reduction_mb=None if max_off_bucket_gb is None else max_off_bucket_gb * 1024,
             bucket_exposed_first=bucket_exposed_first,
         )
+        self.max_coll_distance = max_coll_distance
         self._settings = _Settings(
             merges=bool(collective_bucketing),
             merges_first=bool(prioritize_bucketing_during_scheduling),
@@ -177,7 +178,7 @@ class OverlapScheduler:
             self.collective_info,
             OrderedSet(self.graph.nodes),
             max_bucket_memory_gb=_BUCKET_GB,
-            max_coll_distance=options.max_coll_distance or 0,
+            max_coll_distance=self.max_coll_distance,
             insert_overlap_deps=settings.holds_order,
             bucket_mode=self.bucket_mode,
             bucket_exposed_first=options.bucket_exposed_first,
