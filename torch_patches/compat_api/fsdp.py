@@ -72,39 +72,31 @@ def merge_parameter_traffic(
     gm: fx.GraphModule, form: str | None, bucket_cap_mb: float | None
 ) -> None:
     """The same with buckets of one form, or of the one that is estimated to be better (None)."""
-    groups, size = identify_fsdp_groups(gm)
-    cap = _default_cap_mb(size) if bucket_cap_mb is None else bucket_cap_mb
     options = make_options(
-        _FUNCTION, bucketing_mode="topo_span", bucket_cap_mb=cap, bucket_mode=form
+        _FUNCTION, bucketing_mode="topo_span", bucket_cap_mb=bucket_cap_mb, bucket_mode=form
     )
-    if not groups:
-        return
-    merge_on(gm.graph, _within(options, tuple(groups)))
+    run_or_leave(gm.graph, lambda: _merge(gm.graph, options))
     gm.recompile()
 
 
-def merge_on(graph: fx.Graph, options: Options) -> None:
-    """Merges by the greedy, in place, or leaves the graph as it was."""
-
-    def change() -> None:
-        skeleton = without_gloo(collect(graph))
-        plan = plan_topo_span(skeleton, contract(graph, skeleton), options)
-        plan = check_plan(skeleton, contract(graph, skeleton), plan)
-        if plan.buckets:
-            apply_plan(graph, skeleton, plan)
-            graph.lint()
-            check_fences(skeleton, collect(graph), plan)
-        merged = sum(len(bucket.members) for bucket in plan.buckets)
-        log.info("pre-bucketing: %d buckets of %d collectives", len(plan.buckets), merged)
-
-    run_or_leave(graph, change)
-
-
-def _within(options: Options, groups: tuple[str, ...]) -> Options:
+def _merge(graph: fx.Graph, options: Options) -> None:
+    skeleton = without_gloo(collect(graph))
+    groups = gathering_groups(skeleton.collectives)
+    if not groups:
+        return
     cap = options.bucket_cap_mb
+    if not isinstance(cap, float):
+        cap = _default_cap_mb(next(iter(groups.values())))
     # A cap by bucket: no small first bucket of all-reduces.
-    by_bucket = (cap,) if isinstance(cap, float) else cap
-    return replace(options, only_groups=groups, bucket_cap_mb=by_bucket)
+    options = replace(options, only_groups=tuple(groups), bucket_cap_mb=(cap,))
+    plan = plan_topo_span(skeleton, contract(graph, skeleton), options)
+    plan = check_plan(skeleton, contract(graph, skeleton), plan)
+    if plan.buckets:
+        apply_plan(graph, skeleton, plan)
+        graph.lint()
+        check_fences(skeleton, collect(graph), plan)
+    merged = sum(len(bucket.members) for bucket in plan.buckets)
+    log.info("pre-bucketing: %d buckets of %d collectives", len(plan.buckets), merged)
 
 
 def _default_cap_mb(group_size: int | None) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import torch.fx as fx
 from torch._inductor.fx_passes.overlap_scheduling import CollectiveInfo, is_compute_node
 from torch.utils._ordered_set import OrderedSet
 
-from torch_patches import config
+from torch_patches import _compat, config
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     collect,
     collective_kind,
@@ -21,6 +20,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.control import (
     insert_overlap_dependencies,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import PART_MARK
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import wait_source
 from torch_patches._inductor.fx_passes.comm_overlap.options import CustomEstimation, Options
 from torch_patches._inductor.fx_passes.comm_overlap.overlap import Overlapped, overlap
 from torch_patches.compat_api._arguments import (
@@ -143,17 +143,17 @@ class OverlapScheduler:
         Returns:
             The same module.
         """
-        reachable = Reachable.read(self.graph, collect(self.graph).collectives)
-        overlapped = run_or_leave(self.graph, self._change)
-        if overlapped is not None:
-            count_schedule(overlapped, reachable)
+        changed = run_or_leave(self.graph, self._change)
+        if changed is not None:
+            count_schedule(*changed)
             if self._settings.merges_later:
                 self._merge()
         self.gm.recompile()
         return self.gm
 
-    def _change(self) -> Overlapped:
+    def _change(self) -> tuple[Overlapped, Reachable]:
         skeleton = without_gloo(collect(self.graph))
+        reachable = Reachable.read(self.graph, skeleton.collectives)
         options, settings = self._options, self._settings
         if settings.only_internode:
             groups = gathering_groups(skeleton.collectives)
@@ -168,7 +168,7 @@ class OverlapScheduler:
             _log_estimations(overlapped)
         if settings.holds_order and not settings.merges_later:
             insert_overlap_dependencies(self.graph, overlapped.hidings())
-        return overlapped
+        return overlapped, reachable
 
     def _merge(self) -> None:
         """The schedule of single collectives, merged."""
@@ -240,7 +240,7 @@ def schedule_overlap_bucketing(
         prioritize_bucketing_during_scheduling,
         pge_profile_path,
     )
-    if not any(c.waits for c in collect(gm.graph).collectives):
+    if not any(wait_source(node) is not None for node in gm.graph.nodes):
         return gm
     if pre_bucketing_fsdp_collectives:
         cap = pre_bucketing_fsdp_collectives_bucket_cap_mb
@@ -300,15 +300,13 @@ def _estimation(
 
 
 def _profiled(gm: fx.GraphModule, path: str) -> CustomEstimation:
-    name = "torch._inductor.fx_passes.profile_guided_estimation"
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError:
+    reader = _compat.profile_reader()
+    if reader is None:
         raise config.FlagError(
-            f"OverlapScheduler(pge_profile_path=...): this torch has no {name}; "
-            "use custom_runtime_estimation"
-        ) from None
-    made: CustomEstimation = module.ProfileGuidedEstimator(path, diagnostics_gm=gm)
+            "OverlapScheduler(pge_profile_path=...): this torch reads no profiles; use "
+            "custom_runtime_estimation"
+        )
+    made: CustomEstimation = reader(path, diagnostics_gm=gm)
     return made
 
 

@@ -17,6 +17,7 @@ from torch._inductor.fx_passes import overlap_scheduling
 from torch._inductor.fx_passes.overlap_scheduling import CollectiveInfo
 from torch.utils._ordered_set import OrderedSet
 
+from torch_patches import _compat
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     is_control_deps,
@@ -49,8 +50,8 @@ def of_torch(name: str) -> Any:
 @contextmanager
 def without_gpu() -> Iterator[None]:
     """torch's scheduler asks a GPU for its rates; compute that nobody estimates takes no time then."""
-    name = "estimate_roofline_runtime_ms"
-    if not hasattr(overlap_scheduling, name):  # torch 2.11
+    name = _compat.roofline_name()
+    if name is None:
         yield
         return
     with mock.patch.object(overlap_scheduling, name, lambda node: 0.0):
