@@ -107,7 +107,7 @@ class OverlapPreservingBucketer:
             options,
             any_traffic=True,
             max_coll_distance=max_coll_distance,
-            bucket_exposed_first=bucket_exposed_first,
+            bucket_exposed_first=bool(bucket_exposed_first),
         )
         strangers = [node for node in scheduled if node.graph is not graph]
         if strangers:

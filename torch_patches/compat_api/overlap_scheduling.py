@@ -122,7 +122,7 @@ class OverlapScheduler:
             options,
             max_coll_distance=max_coll_distance,
             max_reduction_mb=None if max_off_bucket_gb is None else max_off_bucket_gb * 1024,
-            bucket_exposed_first=bucket_exposed_first,
+            bucket_exposed_first=bool(bucket_exposed_first),
         )
         self.max_coll_distance = max_coll_distance
         self._settings = _Settings(

@@ -107,8 +107,8 @@ class Options:
             for no bound.
         max_reduction_mb: MB that a bucket of reductions may hold, besides ``bucket_cap_mb``; None
             for no bound of its own.
-        bucket_exposed_first: which collectives are taken first by merges that keep a schedule:
-            exposed ones (True), in graph order (False); None: what simulates better.
+        bucket_exposed_first: merges that keep a schedule take exposed collectives first, whatever
+            simulates better.
     """
 
     bucketing_mode: str = "none"
@@ -152,7 +152,7 @@ class Options:
     only_groups: tuple[str, ...] | None = None
     max_coll_distance: int | None = None
     max_reduction_mb: float | None = None
-    bucket_exposed_first: bool | None = None
+    bucket_exposed_first: bool = False
 
     @property
     def fuses(self) -> bool:

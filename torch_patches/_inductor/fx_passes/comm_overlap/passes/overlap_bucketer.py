@@ -66,18 +66,16 @@ def plan_preserving_overlap(
         hiding: compute by collective; a relation that contradicts the graph (compute that the
             collective needs, or that needs it) is dropped.
         surroundings: with them merging keeps the memory cap, and exposed collectives are taken
-            before or after hidden ones, by what simulates better, unless the options say which.
+            before or after hidden ones, by what simulates better, unless the options say so.
         model: costs of copies and launches; that of the track where there is one.  Without any,
             copies cost nothing.
     """
     mark = contracted.checkpoint()
     merger = HidingMerger(skeleton, contracted, hiding, surroundings, model)
-    first = options.bucket_exposed_first
-    if first:
+    if options.bucket_exposed_first:
         return _finish(_plan_sorted(skeleton, merger, options, exposed_first=True), merger)
     candidates, _ = select_candidates(skeleton, options)
-    alike = len({merger.is_hidden(c) for c in candidates}) < 2
-    if surroundings is None or first is False or alike:
+    if surroundings is None or len({merger.is_hidden(c) for c in candidates}) < 2:
         return _finish(plan_greedily(skeleton, merger, options), merger)
     contracted.rollback(mark)
     plans = plan_both_orders(skeleton, contracted, options, hiding, surroundings, model)
