@@ -10,12 +10,22 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.fx as fx
+from torch._inductor.fx_passes import overlap_preserving_bucketer
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._ordered_set import OrderedSet
 
 from torch_patches import _compat
 from torch_patches.compat_api import AugmentedGraphHelper
-from torch_patches.testing.beside_torch import of_torch
+from torch_patches.testing.beside_torch import (
+    WorldSketch,
+    held,
+    infos,
+    launches,
+    of_torch,
+    words,
+)
 
 BOTH = pytest.mark.parametrize(
     "helper", [of_torch("AugmentedGraphHelper"), AugmentedGraphHelper], ids=["torch", "ours"]
@@ -345,3 +355,41 @@ def change(r: random.Random, nodes: list[fx.Node], helpers) -> None:
                 h.merge_to_set(a, b)
         else:
             h.unmerge_node(a)
+
+
+# -- inside torch's bucketer ------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not _compat.has_drop_in_signatures(), reason="torch's bucketer asks for less")
+@pytest.mark.parametrize("seed", range(20))
+def test_torchs_bucketer_decides_alike_with_it(monkeypatch, seed):
+    """Random graphs with hidden gathers and scatters; the order and buckets are the same."""
+    found = []
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        for helper in (of_torch("AugmentedGraphHelper"), AugmentedGraphHelper):
+            monkeypatch.setattr(overlap_preserving_bucketer, "AugmentedGraphHelper", helper)
+            s = hidden_collectives(random.Random(seed))
+            gm = s.done()
+            bucketer = of_torch("OverlapPreservingBucketer")(
+                gm.graph, infos(gm, s.hiding), OrderedSet(gm.graph.nodes), insert_overlap_deps=True
+            )
+            bucketer.bucket_collectives()
+            found.append((launches(gm), words(gm), held(gm)))
+    finally:
+        dist.destroy_process_group()
+    assert found[0] == found[1]
+
+
+def hidden_collectives(r: random.Random) -> WorldSketch:
+    """Eight collectives one behind the other; each may be hidden by a product of its own, which may
+    need what has arrived."""
+    s = WorldSketch(dist.group.WORLD.group_name)
+    arrived = [s.x]
+    for _ in range(8):
+        gathers = r.random() < 0.6
+        start = s.start() if gathers else s.scatter(s.mm(r.choice(arrived)))
+        wait = s.end(start, *([s.mm(r.choice(arrived))] if r.random() < 0.5 else []))
+        if gathers:
+            arrived.append(wait)
+    return s
