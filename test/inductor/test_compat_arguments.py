@@ -308,6 +308,16 @@ def test_prioritize_bucketing_during_scheduling(first, gathers, exposed):
     assert counters["inductor"]["overlap_scheduling_exposed"] == exposed
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["merge", "schedule"])
+def test_copies_between_devices_stay_behind_each_other(first):
+    """Merges after a schedule may move compute in front of a copy that it relies on being done."""
+    s = behind(1, gathers=2)
+    copied = s.call(torch.ops.prims.device_put, s.x, torch.device("cpu"), True)
+    s.results.append(copied)
+    merged(s, prioritize_bucketing_during_scheduling=first)
+    assert copied.args[2] is first
+
+
 @pytest.mark.parametrize(("first", "left"), [(True, 0), (False, 2)])
 def test_bucket_exposed_first(monkeypatch, first, left):
     """mm A( )A B()B C()C, one in flight at a time, so that mm hides A only; buckets hold two.

@@ -8,7 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch.fx as fx
-from torch._inductor.fx_passes.overlap_scheduling import CollectiveInfo, is_compute_node
+from torch._inductor.fx_passes.overlap_scheduling import (
+    CollectiveInfo,
+    is_compute_node,
+    make_all_device_put_sync,
+)
 from torch.utils._ordered_set import OrderedSet
 
 from torch_patches import _compat, config
@@ -160,6 +164,8 @@ class OverlapScheduler:
             options = replace(options, only_groups=tuple(groups))
         if settings.merges_later or not settings.merges:
             options = replace(options, bucket_cap_mb=0.0)
+        if settings.merges_later:  # these merges may move compute, and reads with it
+            make_all_device_put_sync(self.gm)
         overlapped = overlap(
             self.graph, skeleton, options, model_of(options, settings.compute_scale)
         )
