@@ -200,3 +200,40 @@ def shard_orders(spec: Any) -> list[tuple[int, ...]]:
             place += 1
         order.insert(place, mesh_dim)
     return [tuple(order) for order in orders.values()]
+
+
+# -- torch's own names ----------------------------------------------------------------------------
+
+DROPPED_ARGUMENTS = ("region_of",)
+"""Arguments of torch 2.11 and 2.12 that 2.13 has no longer, and neither has ``compat_api``."""
+
+
+def has_drop_in_signatures() -> bool:
+    """Whether torch's scheduler and bucketers take what ``compat_api`` takes (from 2.13 on).
+
+    Asked by tests; drop it with :data:`DROPPED_ARGUMENTS` when the minimum is 2.13.
+    """
+    return torch_release() >= (2, 13)
+
+
+def profile_reader() -> Any:
+    """torch's class that estimates from a profile (from 2.13 on); None where there is none.
+
+    Drop the question when the minimum is 2.13.
+    """
+    try:
+        from torch._inductor.fx_passes import profile_guided_estimation
+    except ImportError:
+        return None
+    return profile_guided_estimation.ProfileGuidedEstimator
+
+
+def roofline_name() -> str | None:
+    """What torch's scheduler calls its roofline, for tests without a GPU; None in 2.11.
+
+    Drop the question when the minimum is 2.12.
+    """
+    from torch._inductor.fx_passes import overlap_scheduling
+
+    name = "estimate_roofline_runtime_ms"
+    return name if hasattr(overlap_scheduling, name) else None

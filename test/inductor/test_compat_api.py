@@ -46,14 +46,6 @@ def starts(gm):
     return [n for n in gm.graph.nodes if "all_gather" in str(n.target)]
 
 
-def test_the_public_names():
-    assert compat_api.__all__ == [
-        "bucket_collectives",
-        "fuse_chained_allgathers",
-        "tag_collectives_for_bucketing",
-    ]
-
-
 # -- tagging --------------------------------------------------------------------------------------
 
 

@@ -100,6 +100,15 @@ class Options:
             "agree".
         run_eagerly: the graph is run op by op as it is, not compiled: copies and memory are those of
             PyTorch's own kernels.  No flag: who runs the graph knows.
+        any_traffic: merge whatever a collective carries, not only parameters and gradients.  No
+            flag, as those that follow: for callers of torch's own names.
+        only_groups: merge only on these process groups; None: on all.
+        max_coll_distance: collectives of its key that a bucket's members stand apart at most; None
+            for no bound.
+        max_reduction_mb: MB that a bucket of reductions may hold, besides ``bucket_cap_mb``; None
+            for no bound of its own.
+        bucket_exposed_first: merges that keep a schedule take exposed collectives first, whatever
+            simulates better.
     """
 
     bucketing_mode: str = "none"
@@ -139,6 +148,11 @@ class Options:
     groups: GroupTable | None = None
     cross_rank_check: str = "off"
     run_eagerly: bool = False
+    any_traffic: bool = False
+    only_groups: tuple[str, ...] | None = None
+    max_coll_distance: int | None = None
+    max_reduction_mb: float | None = None
+    bucket_exposed_first: bool = False
 
     @property
     def fuses(self) -> bool:

@@ -60,6 +60,7 @@ class RefusalReason(enum.Enum):
     NOT_PARAMETER_TRAFFIC = "it carries neither a parameter nor a gradient"
     NOT_TAGGED = "nobody tells what it carries: it is in an inner graph, or newer than the tags"
     NOT_PRIMARY_GROUP = "primary_fsdp_group_only is set and its group is not the primary one"
+    NOT_ASKED_FOR = "the caller did not ask for it"
     ALONE_IN_KEY = (
         "no other collective has its kind, group, dtype, reduce op, device and phase (forward or "
         "backward)"

@@ -91,7 +91,7 @@ def select_candidates(
         considered = collective.considered is not None and collective.considered == fingerprint
         if reason is None and considered:
             reason = RefusalReason.ALREADY_CONSIDERED
-        if reason is None and collective.traffic is Traffic.OTHER:
+        if reason is None and collective.traffic is Traffic.OTHER and not options.any_traffic:
             tag = collective.tag
             unknown = tag.source is TagSource.UNTOLD if tag is not None else skeleton.tagged
             reason = RefusalReason.NOT_TAGGED if unknown else RefusalReason.NOT_PARAMETER_TRAFFIC
@@ -100,6 +100,9 @@ def select_candidates(
             reason = RefusalReason.SYMBOLIC_SIZE
         if reason is None and collective.group in minority:
             reason = RefusalReason.NOT_PRIMARY_GROUP
+        others = options.only_groups is not None and collective.group not in options.only_groups
+        if reason is None and others:
+            reason = RefusalReason.NOT_ASKED_FOR
         if reason is None:
             candidates.append(collective)
         else:

@@ -66,12 +66,14 @@ def plan_preserving_overlap(
         hiding: compute by collective; a relation that contradicts the graph (compute that the
             collective needs, or that needs it) is dropped.
         surroundings: with them merging keeps the memory cap, and exposed collectives are taken
-            before or after hidden ones, by what simulates better.
+            before or after hidden ones, by what simulates better, unless the options say so.
         model: costs of copies and launches; that of the track where there is one.  Without any,
             copies cost nothing.
     """
     mark = contracted.checkpoint()
     merger = HidingMerger(skeleton, contracted, hiding, surroundings, model)
+    if options.bucket_exposed_first:
+        return _finish(_plan_sorted(skeleton, merger, options, exposed_first=True), merger)
     candidates, _ = select_candidates(skeleton, options)
     if surroundings is None or len({merger.is_hidden(c) for c in candidates}) < 2:
         return _finish(plan_greedily(skeleton, merger, options), merger)

@@ -124,6 +124,7 @@ class _Scheduler:
         self.fence_places = sorted(track.place[fence] for fence in track.fences)
         self.unit_of = {member.index: unit for unit in units for member in unit.members}
         gathers = sorted((u for u in units if u.gathers), key=self._queue_place)
+        self.queue_place = {unit.index: place for place, unit in enumerate(gathers)}
         self.latest = {} if timing is not None else latest_starts(track, gathers, units)
         self.pending: dict[str, list[Unit]] = {}
         for unit in reversed(gathers):
@@ -140,11 +141,16 @@ class _Scheduler:
                 self.fed.setdefault(feeder, []).append(unit)
         self.late_waits: dict[int, list[Collective]] = {}  # place -> others waited for there
 
-    def _queue_place(self, unit: Unit) -> tuple[int, ...]:
-        """In order of use, or as a timing has them; between the side effects that none may pass."""
+    def _queue_place(self, unit: Unit) -> tuple[float, ...]:
+        """In order of use, or as a timing has them; between the side effects that none may pass.
+
+        Of those that one kernel waits for, the longest comes first: where there is room for one
+        only, it hides more.
+        """
         segment = bisect_left(self.fence_places, unit.latest)
         wanted = self.timing.starts[unit.index] if self.timing is not None else 0
-        return segment, wanted, unit.latest, unit.use, unit.index
+        slots = self.track.slot[unit.latest], self.track.slot[unit.use]
+        return segment, wanted, *slots, -unit.launch.ms, unit.latest, unit.use, unit.index
 
     def _feeders(self, unit: Unit) -> set[int]:
         """Units of reductions whose results this one reduces further."""
@@ -192,8 +198,10 @@ class _Scheduler:
     # -- gathers -----------------------------------------------------------------------------------
 
     def _start_due(self, place: int, upcoming_ms: float) -> None:
-        """Starts the gathers whose time has come, in order of use within each group."""
-        for pending in self.pending.values():
+        """Starts the gathers whose time has come, in order of use."""
+        queues = [pending for pending in self.pending.values() if pending]
+        queues.sort(key=lambda pending: self.queue_place[pending[-1].index])
+        for pending in queues:
             while pending and self._is_due(pending[-1], place, upcoming_ms):
                 self._start_gather(pending.pop(), place)
 

@@ -204,8 +204,13 @@ class _KeyRun:
 
     def _cap(self, index: int, first: Collective, largest_bytes: int) -> int:
         if self.caps is not None:
-            return self.caps.of(self.key, first)
-        return cap_bytes(self.options.bucket_cap_mb, index, self.key, largest_bytes)
+            cap = self.caps.of(self.key, first)
+        else:
+            cap = cap_bytes(self.options.bucket_cap_mb, index, self.key, largest_bytes)
+        most = self.options.max_reduction_mb
+        if most is None or self.key.kind is CollectiveKind.ALL_GATHER:
+            return cap
+        return min(cap, int(most * MIB))
 
     def _starts_small(self) -> bool:
         by_bucket = isinstance(self.options.bucket_cap_mb, tuple) or callable(
@@ -241,9 +246,16 @@ class _KeyRun:
         return members, deferred, CloseReason.DEPENDENCY if deferred else CloseReason.END
 
     def _beyond_span(self, first: Collective, candidate: Collective) -> CloseReason | None:
-        span = self.options.max_topo_span
+        span, distance = self.options.max_topo_span, self.options.max_coll_distance
         beyond = span is not None and candidate.position - first.position > span
+        if distance is not None:
+            beyond |= self._rank[candidate.index] - self._rank[first.index] > distance
         return CloseReason.SPAN if beyond else None
+
+    @cached_property
+    def _rank(self) -> dict[int, int]:
+        """Place of each candidate in its key."""
+        return {c.index: place for place, c in enumerate(self.candidates)}
 
     def _can_join(self, first: Collective, candidate: Collective, blockers: set[fx.Node]) -> bool:
         """Quick and exact in one direction: False means that it does not join this bucket.

@@ -1,28 +1,5 @@
-"""Passes as plain functions, for people who compose their own backend: the pipeline's two phases, and
-the fusion of chained all-gathers.
-
-Tagging needs the joint graph, which only a partition function sees; bucketing wants the graphs that
-come out of it::
-
-    import functorch.compile
-    from torch._dynamo.backends.common import aot_autograd
-    from torch_patches.compat_api import bucket_collectives, tag_collectives_for_bucketing
-
-    def compile_graph(gm, inputs):
-        bucket_collectives(gm, bucket_cap_mb=50.0)
-        return functorch.compile.make_boxed_func(gm.forward)
-
-    def backend(model, inputs):
-        def partition(joint, joint_inputs, **kwargs):
-            tag_collectives_for_bucketing(joint, model)
-            return functorch.compile.default_partition(joint, joint_inputs, **kwargs)
-
-        return aot_autograd(fw_compiler=compile_graph, partition_fn=partition)(model, inputs)
-
-    model = torch.compile(model, backend=backend)
-
-Each works alone: without tags, descriptors of the inputs and then the structure of the graph tell
-which collectives carry parameters and gradients.
+"""autoparallel's names: the pipeline's two phases as plain functions, and the fusion of chained
+all-gathers.  The package's docstring has an example.
 """
 
 from __future__ import annotations
@@ -46,12 +23,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.tagging import tag_gr
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind, Skeleton
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 
-__all__ = [
-    "bucket_collectives",
-    "fuse_chained_allgathers",
-    "tag_collectives_for_bucketing",
-]
-
 
 def tag_collectives_for_bucketing(
     joint_graph: fx.Graph | fx.GraphModule, model: fx.GraphModule | None = None
@@ -73,7 +44,7 @@ def tag_collectives_for_bucketing(
         TypeError: not a graph.
 
     Example:
-        See the module.
+        See the package.
     """
     if isinstance(joint_graph, fx.GraphModule):
         joint_graph = joint_graph.graph
@@ -106,7 +77,7 @@ def bucket_collectives(
         TypeError: not a GraphModule.
 
     Example:
-        See the module.
+        See the package.
     """
     if not isinstance(gm, fx.GraphModule):
         raise TypeError(f"bucket_collectives() takes an fx.GraphModule, not {type(gm).__name__}")
