@@ -200,7 +200,8 @@ class _Scheduler:
     def _start_due(self, place: int, upcoming_ms: float) -> None:
         """Starts the gathers whose time has come, in order of use."""
         queues = [pending for pending in self.pending.values() if pending]
-        queues.sort(key=lambda pending: self.queue_place[pending[-1].index])
+        if len(queues) > 1:
+            queues.sort(key=lambda pending: self.queue_place[pending[-1].index])
         for pending in queues:
             while pending and self._is_due(pending[-1], place, upcoming_ms):
                 self._start_gather(pending.pop(), place)
