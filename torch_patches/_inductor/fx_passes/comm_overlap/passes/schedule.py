@@ -187,24 +187,28 @@ class _Scheduler:
     def _make_room(self, place: int) -> None:
         """Behind a kernel: what is fused with the next one needs memory before that is reached."""
         self.memory.advance(self.track.slot[place])
-        self._collect_down_to(self.limits.peak_bytes, place)
+        if self.flying:
+            self._collect_down_to(self.limits.peak_bytes, place)
 
     def _enter_slot(self, place: int, upcoming_ms: float) -> None:
         self.memory.note_peak(self.memory.live_bytes)
-        self._collect_done(place)
-        self._start_due(place, upcoming_ms)
-        self.memory.note_peak(self.memory.live_bytes)
+        if self.flying:
+            self._collect_done(place)
+        if self._start_due(place, upcoming_ms):
+            self.memory.note_peak(self.memory.live_bytes)
 
     # -- gathers -----------------------------------------------------------------------------------
 
-    def _start_due(self, place: int, upcoming_ms: float) -> None:
-        """Starts the gathers whose time has come, in order of use."""
+    def _start_due(self, place: int, upcoming_ms: float) -> bool:
+        """Starts the gathers whose time has come, in order of use; whether there were any."""
+        started = len(self.started)
         queues = [pending for pending in self.pending.values() if pending]
         if len(queues) > 1:
             queues.sort(key=lambda pending: self.queue_place[pending[-1].index])
         for pending in queues:
             while pending and self._is_due(pending[-1], place, upcoming_ms):
                 self._start_gather(pending.pop(), place)
+        return len(self.started) > started
 
     def _start_all(self, place: int) -> None:
         """Those that must not move behind ``place``, a side effect."""
