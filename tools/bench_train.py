@@ -41,7 +41,11 @@ from torch.distributed.tensor import Replicate, Shard
 
 import torch_patches  # noqa: F401  registers the flags
 from torch_patches.testing.models import Llama, ModelConfig
-from torch_patches.testing.parallelize import fully_shard_simple, replicate_simple
+from torch_patches.testing.parallelize import (
+    fully_shard_simple,
+    replicate_simple,
+    tensor_parallel,
+)
 
 PREFIX = "aten_distributed_optimizations."
 GPUS_PER_NODE = 8
@@ -68,6 +72,7 @@ WORKLOADS: dict[str, Workload] = {
     "small_s0s0": Workload(_llama(16, 1024, 1024), "s0s0", 2, 1024),
     "ddp": Workload(_llama(8, 2048, 1024), "ddp", 1, 1024),
     "hsdp": Workload(_llama(8, 2048, 2048), "hsdp", 1, 2048),
+    "2b_fsdp_tp": Workload(_llama(8, 4096, 4096), "tp", 1, 4096),
 }
 FLAGS: dict[str, dict[str, object]] = {
     "fuse": {"fuse_chained_all_gathers": True, "fuse_chained_reduce_scatters": True},
@@ -95,6 +100,11 @@ def parallelise(model: nn.Module, strategy: str, device: str) -> None:
         first = Replicate() if strategy == "hsdp" else Shard(0)
         fully_shard_simple(model, mesh, mp_dtype=low, placements=(first, Shard(0)))
         return
+    if strategy == "tp":
+        mesh = init_device_mesh(device, (ranks // 2, 2), mesh_dim_names=("shard", "tensor"))
+        tensor_parallel(model, mesh["tensor"])
+        fully_shard_simple(model, mesh["shard"], mp_dtype=low)
+        return
     mesh = init_device_mesh(device, (ranks,))
     if strategy == "ddp":
         replicate_simple(model, mesh, mp_dtype=low)
@@ -110,7 +120,9 @@ def make_step(workload: Workload, device: torch.device) -> Callable[[], torch.Te
     parallelise(model, workload.strategy, device.type)
     compiled: Any = torch.compile(model, fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
-    generator = torch.Generator(device).manual_seed(1000 + dist.get_rank())
+    # The ranks of a tensor-parallel group see the same tokens.
+    part = dist.get_rank() // (2 if workload.strategy == "tp" else 1)
+    generator = torch.Generator(device).manual_seed(1000 + part)
     shape = (workload.batch, workload.seq)
     tokens = torch.randint(workload.model.vocab, shape, generator=generator, device=device)
     targets = tokens.roll(-1, dims=1)
