@@ -1,0 +1,1 @@
+"""The stack for PyTorch: what goes where (``manifest/``), and the code that makes commits of it."""

@@ -1,0 +1,100 @@
+"""Where Inductor meets the pipeline: the flags are read here, once for each graph.
+
+``joint_graph.py`` calls :func:`run_joint`, ``post_grad.py`` :func:`run_post_grad`, and the key of a
+compiled graph takes :func:`cache_facts`, all only where a flag asks for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from dataclasses import replace
+from typing import Any
+
+import torch.fx as fx
+from torch._inductor import config
+from torch._inductor.fx_passes.comm_overlap import pipeline
+from torch._inductor.fx_passes.comm_overlap.estimate.calibration import load_calibration
+from torch._inductor.fx_passes.comm_overlap.estimate.custom import estimation_key
+from torch._inductor.fx_passes.comm_overlap.flag_checks import Unacceptable
+from torch._inductor.fx_passes.comm_overlap.flags import FLAGS, Flag, FlagError
+from torch._inductor.fx_passes.comm_overlap.options import Options
+from torch._inductor.fx_passes.comm_overlap.passes.tagging import is_tagged
+
+
+def read_options() -> Options:
+    """The flags as they are now, checked.
+
+    Raises:
+        FlagError: a flag has a wrong type or value, or "modules" has no plan.
+        OSError: the calibration file cannot be read.
+        CalibrationError: its content is not a table.
+    """
+    options = Options(**{flag.name: _value(flag) for flag in FLAGS})
+    if options.bucketing_mode == "modules" and options.module_bucket_plans is None:
+        raise FlagError(f"{FLAGS[0].full_name}: 'modules' needs module_bucket_plans")
+    if options.insert_overlap_deps is None:
+        options = replace(options, insert_overlap_deps=True)
+    if options.custom_runtime_estimation is not None:
+        key = estimation_key(options.custom_runtime_estimation)
+        options = replace(options, estimation_digest=key)
+    if options.module_stack_fn is not None:
+        key = estimation_key(options.module_stack_fn)
+        options = replace(options, module_stack_digest=key)
+    if options.calibration_file is None or options.bucketing_mode == "none":
+        return options
+    table = load_calibration(options.calibration_file)
+    return replace(options, calibration=table, calibration_digest=table.content_digest)
+
+
+def _value(flag: Flag) -> Any:
+    """A flag without a line in the config has its default."""
+    dist: Any = config.aten_distributed_optimizations
+    value = getattr(dist, flag.name, flag.default)
+    if flag.of_torch and dist.bucketing_mode == "none":
+        value = flag.default  # torch's own passes read it, with values of their own
+    try:
+        return flag.check(value)
+    except Unacceptable as problem:
+        hint = f" ({problem})" if str(problem) else ""
+        raise FlagError(
+            f"{flag.full_name}: {value!r} is not allowed{hint}; use {flag.allowed}"
+        ) from None
+
+
+def run_joint(graph: fx.Graph) -> None:
+    """Tags collectives, and fuses chains, on a joint or inference graph."""
+    pipeline.run_joint(graph, read_options())
+
+
+def run_post_grad(graph: fx.Graph) -> None:
+    """Buckets and schedules the collectives of a forward, backward or inference graph."""
+    pipeline.run_post_grad(graph, read_options())
+
+
+def cache_facts(gm: fx.GraphModule) -> str:
+    """What a plan reads and neither code nor config show: tags, module names, sizes of groups.
+
+    Text that no other graph has where a compile must not come from a cache: where ranks compare
+    their decisions, and where a function of the user cannot be told apart from others."""
+    options = read_options()
+    if options.cross_rank_check != "off" or not options.has_known_functions:
+        return uuid.uuid4().hex
+    facts = [repr(options), repr(_group_sizes())]
+    # Before AOTAutograd has made it a joint graph there are no tags, and none may be made.
+    if is_tagged(gm.graph):
+        facts.append(pipeline.tags_digest(gm, (), options))
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()
+
+
+def _group_sizes() -> list[tuple[str, int]]:
+    """Of the registered process groups; none without torch.distributed."""
+    try:
+        from torch.distributed import distributed_c10d
+
+        names = distributed_c10d._world.pg_names
+    except (ImportError, AttributeError):
+        return []
+    return sorted(
+        (str(name), group.size()) for group, name in names.items() if hasattr(group, "size")
+    )
