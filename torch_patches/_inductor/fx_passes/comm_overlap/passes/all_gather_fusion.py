@@ -258,7 +258,7 @@ def _is_grid(
     rank_at = dict(zip(coordinates, ranks, strict=True))
     here = coordinates[ranks.index(rank)]
     return all(
-        [rank_at[*here[:axis], place, *here[axis + 1 :]] for place in range(len(line))]
+        [rank_at[(*here[:axis], place, *here[axis + 1 :])] for place in range(len(line))]
         == list(line)
         for axis, line in enumerate(lines)
     )
