@@ -224,6 +224,36 @@ def test_a_rank_with_a_short_shard_has_the_same_order() -> None:
     assert list(padded(True)) == list(padded(False))
 
 
+def two_reductions(aliased: bool) -> fx.GraphModule:
+    """Three products and their reduction move over dW; the first of the three stands at the peak.
+
+    The second reduction then only has to cross the last product and what follows.
+    """
+    b = Lines()
+    grad = b.mm(b.x, b.w)
+    big, wide = b.call(aten.cat, [grad] * 8), b.placeholder(64, 512)
+    dw = b.mm(b.x, grad)
+    if aliased:
+        dw = b.call(aten.alias, dw)
+    one = b.mm(b.mm(b.mm(wide, big), b.w), b.w)
+    first = b.all_reduce(one, "sum", "tp")
+    second = b.all_reduce(b.relu(grad), "sum", "other")
+    return b.output(dw, b.mm(b.wait(first), b.wait(second)))
+
+
+def test_a_view_on_one_rank_shifts_no_bytes() -> None:
+    """With room for both moves, for one and for none."""
+    found: list[list[str]] = []
+    for extra in range(0, 32 * SIZE, SIZE):
+        orders = []
+        for aliased in (False, True):
+            order = new_order(two_reductions(aliased), extra) or []
+            orders.append([node.name for node in order if node.target is not aten.alias.default])
+        assert orders[0] == orders[1]
+        found += [orders[0]] if orders[0] not in found else []
+    assert len(found) > 1
+
+
 @pytest.mark.parametrize(("mode", "moved"), [("auto", True), ("topo_span", False)])
 def test_auto_hides_what_another_mode_leaves(mode: str, moved: bool) -> None:
     """In the order of the input no compute is between the start and the use of the reduction."""
