@@ -120,11 +120,17 @@ def test_gathers_and_reductions_may_differ_in_size() -> None:
     assert gathers != reductions
 
 
-def sizes_of(track: Track, by_key: dict[BucketKey, int], limits: Limits = FREE) -> dict[int, int]:
+def sizes_of(
+    track: Track,
+    by_key: dict[BucketKey, int],
+    limits: Limits = FREE,
+    options: Options = AUTO,
+    by_first: dict[int, int] | None = None,
+) -> dict[int, int]:
     """Of the dynamic program, members of each bucket by its first one."""
     seen = schedule_way("none", Plan(), track, limits)
-    program = DynamicSizes(track, AUTO, limits, seen)
-    found = program.by_first(BucketCaps(by_key))
+    program = DynamicSizes(track, options, limits, seen)
+    found = program.by_first(BucketCaps(by_key, by_first or {}))
     assert program.operations > 0
     return {index: size // (25 * MIB) for index, size in found.items()}
 
@@ -141,7 +147,16 @@ def test_program_keeps_the_caps_on_bytes_span_and_flight() -> None:
     assert max(sizes_of(track, keys_of(track, 100)).values()) == 4
     flying = replace(FREE, in_flight_bytes=75 * MIB)
     assert max(sizes_of(track, keys_of(track, 1600), flying).values()) == 3
+    assert max(sizes_of(track, keys_of(track, 50), flying).values()) == 2
     assert sum(free.values()) == 24
+    # Two gathers in a row stand 5 positions apart, three 10.
+    for span, members in ((4, 1), (5, 2), (9, 2), (10, 3)):
+        wide = replace(AUTO, max_topo_span=span)
+        found = sizes_of(track, keys_of(track, 1600), options=wide)
+        assert max(found[index] for index in track.gathers if index in found) == members
+    gathers = list(track.gathers)
+    bound = sizes_of(track, keys_of(track, 1600), by_first={gathers[0]: 100 * MIB})
+    assert bound[gathers[0]] <= 2 < free[gathers[0]]  # half of that, as another one is in flight
 
 
 def test_program_counts_two_buckets_of_memory() -> None:
@@ -157,6 +172,10 @@ def test_program_counts_two_buckets_of_memory() -> None:
     for index, members in reductions.items():
         slot = track.slot[track.place[track.reductions[index].start]]
         assert members * 25 * MIB <= (tight.peak_bytes - min(track.fixed_bytes[slot:])) // 2
+    # Without more than the peak, where the first four start 125, 112, 100 and 87 MiB are free.
+    none = replace(FREE, peak_bytes=max(track.fixed_bytes))
+    found = sizes_of(track, keys_of(track, 1600), none)
+    assert [found.get(index) for index in track.reductions][:4] == [2, None, 1, 1]
 
 
 def test_program_gives_up_beyond_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:

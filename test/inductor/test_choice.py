@@ -35,8 +35,20 @@ def again(track: Track, one: Way, limits: Limits) -> Way:
     return replace(one, schedule=schedule, track=track, limits=limits)
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, ways: list[Way], small: bool) -> EstimatedChoice:
-    monkeypatch.setattr(choice, "try_ways", lambda *args: ways)
+def choose(
+    monkeypatch: pytest.MonkeyPatch,
+    ways: list[Way],
+    small: bool,
+    searched: list[int] | None = None,
+) -> EstimatedChoice:
+    """Args: ``searched``: is given the memory cap of each search."""
+
+    def try_ways(track: Track, options: Options, limits: Limits) -> list[Way]:
+        if searched is not None:
+            searched.append(limits.peak_bytes)
+        return ways
+
+    monkeypatch.setattr(choice, "try_ways", try_ways)
     monkeypatch.setattr(choice, "is_small", lambda track: small)
     monkeypatch.setattr(choice, "reschedule", again)
     monkeypatch.setattr(choice, "_on", lambda track, one: one)
@@ -73,6 +85,90 @@ def test_large_graph_takes_one_risk(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen.fail(one, excess_bytes=5)
     assert taken(chosen) == pytest.approx(8.1)  # with less memory it is within the cap
     assert chosen.faster_than(8.1) is None
+
+
+def fail_all(chosen: EstimatedChoice, most: int, excess: int = 0) -> list[float]:
+    """What is taken one after the other where nothing holds."""
+    found: list[float] = []
+    while len(found) < most and (one := chosen.next(lambda: TRACK, 100.0)) is not None:
+        found.append(one.schedule.timeline.total_ms)
+        chosen.fail(one, excess)
+    return found
+
+
+@pytest.mark.parametrize(("small", "risks"), [(False, [8.0]), (True, [8.0, 8.1, 8.2])])
+def test_so_many_risks_are_taken(
+    monkeypatch: pytest.MonkeyPatch, small: bool, risks: list[float]
+) -> None:
+    """The fastest first, then one that holds by its own account."""
+    ways = [way(10.0), *(way(ms, 10) for ms in (8.3, 8.1, 8.0, 8.2))]
+    chosen = choose(monkeypatch, ways, small)
+    assert fail_all(chosen, len(risks) + 1) == [*risks, 10.0]
+
+
+def test_a_second_try_has_less_memory_and_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It planned with the cap of 1,000 and exceeded it by 250; 1 in 256 of the plan is margin."""
+    chosen = choose(monkeypatch, [way(7.0, 300)], small=True)
+    chosen.fail(chosen.next(lambda: TRACK, 100.0) or way(0.0), excess_bytes=250)
+    second = chosen.next(lambda: TRACK, 100.0)
+    assert second is not None and second.limits.peak_bytes == CAP - 250 - CAP // 256
+    chosen.fail(second, excess_bytes=1)
+    assert taken(chosen) is None
+
+
+def test_a_second_try_that_does_not_hold_its_own_cap_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """9.1 ms with one byte more than it should have: the way that holds is first."""
+    chosen = choose(monkeypatch, [way(10.0), way(9.0, 20)], small=False)
+
+    def over(track: Track, one: Way, limits: Limits) -> Way:
+        return replace(
+            again(track, one, replace(limits, peak_bytes=limits.peak_bytes + 1)), limits=limits
+        )
+
+    monkeypatch.setattr(choice, "reschedule", over)
+    assert fail_all(chosen, 1, excess=5) == [9.0]
+    assert taken(chosen) == 10.0
+
+
+def test_second_search_has_the_least_memory_of_a_second_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half of the 8 applications of a small graph have failed, each by 5 bytes of 1,000.
+
+    The least cap is that of a second try: 1,000 - 5 - 3 = 992, less 5 and 3 more.
+    """
+    searched: list[int] = []
+    chosen = choose(monkeypatch, [way(9.0 + place) for place in range(9)], True, searched)
+    fail_all(chosen, 2, excess=5)
+    least = chosen._lowest.peak_bytes
+    assert least in (992, 984)
+    fail_all(chosen, 2)
+    assert searched == [CAP]
+    found = chosen.next(lambda: TRACK, 100.0)
+    assert found is not None and searched == [CAP, least]
+    chosen.fail(found, 0)
+    assert taken(chosen) is not None and searched == [CAP, least]
+    assert all(entry.limits.peak_bytes == least for entry in chosen._entries)
+
+
+def test_nothing_is_searched_again_where_one_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+    chosen = choose(monkeypatch, [way(9.0 + place) for place in range(9)], True, searched)
+    fail_all(chosen, 3)
+    assert taken(chosen) == 12.0
+    chosen.faster_than(14.0)
+    fail_all(chosen, 3)
+    assert searched == [CAP]
+
+
+def test_a_hopeless_way_is_not_looked_at_where_one_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is faster, and exceeds the cap by more than an eighth (and half: no risk to take before)."""
+    for excess, expected in ((CAP // 8, 9.0), (CAP // 8 + 1, None)):
+        chosen = choose(monkeypatch, [way(10.0), way(9.0, excess)], small=True)
+        monkeypatch.setattr(choice, "_MAX_RISKS_SMALL", 0)
+        assert taken(chosen) == 10.0
+        slowest = chosen.faster_than(10.0)
+        assert slowest is not None and taken(chosen, slowest) == expected
 
 
 def test_failures_tell_how_careful_the_accounts_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,6 @@ class EstimatedChoice:
 
     def __init__(self, options: Options, limits: Limits) -> None:
         self._options, self._limits = options, limits
-        self._searched: set[int] = set()  # failures before each search
         self._failed, self._kept = 0, False
         self._lowest = limits
         self._care = limits.peak_bytes  # by which the accounts of those that failed were too high
@@ -125,8 +124,7 @@ class EstimatedChoice:
         return MAX_APPLIED_SMALL if self._small else MAX_APPLIED
 
     def next(self, read: ReadTrack, slowest_ms: float) -> Way | None:
-        due = not self._kept and self._failed in (0, self.most_applied // 2)
-        if due and self._failed not in self._searched:
+        if not self._kept and self._failed in (0, self.most_applied // 2):
             self._search(read())
         for entry in self._entries:
             if entry.due:
@@ -169,7 +167,6 @@ class EstimatedChoice:
 
     def _search(self, track: Track) -> None:
         """At first, and once more with the least memory that a second try had."""
-        self._searched.add(self._failed)
         self._small = is_small(track)
         ways = try_ways(track, self._options, self._lowest)
         self.operations += sum(w.schedule.operations + w.plan.operations for w in ways)

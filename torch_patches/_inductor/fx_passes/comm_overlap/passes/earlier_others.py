@@ -72,7 +72,8 @@ class _Walk:
         self.track, self.limit = track, limit_bytes
         self.order = list(track.order)
         self.place = dict(track.place)
-        self.live = list(track.live_bytes)
+        # By node, which moves with its bytes: places are shifted on a rank with another view.
+        self.live = dict(zip(track.order, track.live_bytes, strict=True))
         self.shard_bytes = shared_shard_bytes(track.skeleton)
         self.precedence = Precedence(track.skeleton.order_dependencies)
         self.taken: set[fx.Node] = set()  # compute that hides something
@@ -151,11 +152,11 @@ class _Walk:
                 kept.update(self._source(n) for n in node.all_input_nodes)
         made = {node for node in made if node in self.track.costs}
         extra = collective.size_bytes + sum(map(self._bytes, made | kept))
-        places = range(window.first, window.first + len(nodes))
-        if max(self.live[place] for place in places) + extra > self.limit:
+        working = [node for node in nodes if node not in self.track.skeleton.idle]
+        if max(self.live[node] for node in working) + extra > self.limit:
             return False
-        for place in places:
-            self.live[place] += extra
+        for node in working:
+            self.live[node] += extra
         return True
 
     def _source(self, node: fx.Node) -> fx.Node:
