@@ -24,7 +24,7 @@ from torch_patches.compat_api import (
     schedule_overlap_bucketing,
 )
 from torch_patches.config import FlagError
-from torch_patches.testing.beside_torch import WorldSketch, fixed_times, launches
+from torch_patches.testing.beside_torch import WorldSketch, fixed_times, launches, words
 
 LATER = {"prioritize_bucketing_during_scheduling": False}
 
@@ -255,3 +255,37 @@ def test_keys_that_cannot_be_hashed():
         lambda node: [str(node.target)],
     )
     assert [len(bucket) for bucket in buckets] == [2, 2]
+
+
+def test_merges_in_front_tell_runs_apart_too():
+    given = {"custom_runtime_estimation": Times()}
+    gm = module()
+    schedule_overlap_bucketing(gm, pre_bucketing_fsdp_collectives=False, **given)
+    schedule_overlap_bucketing(gm, **given)
+    assert launches(gm)["gather"] == 1
+
+
+def test_what_is_no_flag_tells_runs_apart_too():
+    """4 ms are hidden by one product of 10, by two of 3."""
+    s = WorldSketch(dist.group.WORLD.group_name)
+    s.mm(), s.mm(), s.mm(s.end(s.start()))
+    gm, given = s.done(), {"custom_runtime_estimation": Times()}
+    schedule_overlap_bucketing(gm, **given)
+    assert words(gm) == "mm gather mm wait mm"
+    schedule_overlap_bucketing(gm, compute_overlap_multipler=0.3, **given)
+    assert words(gm) == "gather mm mm wait mm"
+
+
+def test_buckets_are_in_graph_order():
+    """g h g h g g with room for two: of g, of h, of g again."""
+    s = WorldSketch(dist.group.WORLD.group_name)
+    other = dist.new_group([0, 1]).group_name
+    for group in ("", other, "", other, "", ""):
+        s.end(s.start(group))
+    gm = s.done()
+    starts = [node for node in gm.graph.nodes if is_all_gather_into_tensor(node)]
+    buckets = greedy_bucket_collective_by_mb(
+        gm, lambda index: 600 / 2**20, is_all_gather_into_tensor, lambda node: node.args[-1]
+    )
+    places = [[starts.index(node) for node in bucket] for bucket in buckets]
+    assert places == [[0, 2], [1, 3], [4, 5]]
