@@ -216,6 +216,12 @@ def has_drop_in_signatures() -> bool:
     return torch_release() >= (2, 13)
 
 
+def names_given(graph: torch.fx.Graph) -> int:
+    """Names that nodes of a graph ever had; torch takes none back when it erases a node (2.11 to
+    2.14)."""
+    return len(graph._graph_namespace._used_names)
+
+
 def profile_reader() -> Any:
     """torch's class that estimates from a profile (from 2.13 on); None where there is none.
 

@@ -311,6 +311,32 @@ def test_a_graph_that_is_not_sorted_yet():
     assert not h.has_cycle()
 
 
+@BOTH
+def test_a_node_in_the_place_of_another_is_seen(helper):
+    """b becomes n, which reads d; as many nodes as before, and nobody has told."""
+    g = Chains()
+    user = g.new("user", g.b)
+    h = helper(g.graph)
+    assert h.has_path(g.a, user) and not h.has_path(g.c, user)
+    with g.graph.inserting_before(user):
+        new = g.graph.call_function(torch.neg, (g.d,), name="n")
+    g.b.replace_all_uses_with(new)
+    g.graph.erase_node(g.b)
+    if helper is not AugmentedGraphHelper:
+        h.merge_sets[new] = OrderedSet([new])  # torch knows only the nodes that were there at first
+    assert h.has_path(g.c, user) and not h.has_path(g.a, user)
+
+
+def test_what_nodes_read_is_read_anew_when_asked_for():
+    """torch's searches walk the graph itself."""
+    g = Chains()
+    h = AugmentedGraphHelper(g.graph)
+    assert not h.has_path(g.a, g.d)
+    g.d.args = (g.b,)
+    h.transfer_erased_node_deps({})
+    assert h.has_path(g.a, g.d)
+
+
 # -- beside torch's -------------------------------------------------------------------------------
 
 

@@ -163,3 +163,12 @@ def test_entries_that_overlap_raise(plan):
 def test_a_plan_of_a_wrong_type_raises():
     with pytest.raises(FlagError, match=r"module_bucket_plans=..."):
         manual_overlap_bucketing(two_modules(), [1])
+
+
+def test_a_second_run_changes_nothing():
+    gm = two_modules(size=8192)
+    manual_overlap_bucketing(gm, ["first", "second"], insert_overlap_deps=True)
+    once, count = str(gm.graph), counters["inductor"]["collective_buckets"]
+    manual_overlap_bucketing(gm, ["first", "second"], insert_overlap_deps=True)
+    assert str(gm.graph) == once
+    assert counters["inductor"]["collective_buckets"] == count

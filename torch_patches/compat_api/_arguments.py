@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
@@ -15,6 +16,10 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import Comp
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import (
     RuntimeModel,
     make_model,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
+    SCHEDULED_MARK,
+    collective_kind,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
 from torch_patches._inductor.fx_passes.comm_overlap.notices import (
@@ -58,13 +63,36 @@ def bucket_form(mode: str | None, function: str, otherwise: str | None = "defaul
         given = config.current_value(config.PREFIX + "bucket_mode")
     if given is None:
         return otherwise
-    if given not in _FORMS:
+    if not isinstance(given, str) or given not in _FORMS:
         hint = " (a bucket has one dtype)" if given == "custom_ops_multidtype" else ""
         raise config.FlagError(
             f"{function}(bucket_mode=...): {given!r} is not allowed{hint}; use one of "
             f"{', '.join(map(repr, _FORMS))} or None"
         )
     return _FORMS[given]
+
+
+def check_module(gm: object, function: str) -> None:
+    """
+    Raises:
+        TypeError: not a GraphModule; passes of Inductor's get its graph.
+    """
+    if not isinstance(gm, fx.GraphModule):
+        hint = "; a graph's module is graph.owning_module" if isinstance(gm, fx.Graph) else ""
+        raise TypeError(f"{function}() takes an fx.GraphModule, not {type(gm).__name__}{hint}")
+
+
+def check_bound(function: str, name: str, value: object, *, whole: bool = False) -> None:
+    """Of a bound that is no flag.
+
+    Raises:
+        FlagError: no finite number >= 0 (``whole``: no such int).
+    """
+    kinds = (int,) if whole else (int, float)
+    if isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value < math.inf:
+        return
+    allowed = "an int >= 0" if whole else "a finite number >= 0"
+    raise config.FlagError(f"{function}({name}=...): {value!r} is not allowed; use {allowed}")
 
 
 def make_options(function: str, **arguments: object) -> Options:
@@ -148,6 +176,19 @@ def run_or_leave(graph: fx.Graph, change: Callable[[], Result]) -> Result | None
         raise_if_strict(error)
         warn_untouched(f"{type(error).__name__}: {error}")
         return None
+
+
+def is_scheduled(skeleton: Skeleton, mark: str | None) -> bool:
+    """An earlier run that left this mark has placed all collectives; False without a mark."""
+    found = {c.start.meta.get(SCHEDULED_MARK) for c in skeleton.collectives}
+    return mark is not None and found == {mark}
+
+
+def mark_scheduled(graph: fx.Graph, mark: str | None) -> None:
+    """So that a second run with the same arguments changes nothing."""
+    for node in graph.nodes:
+        if collective_kind(node) is not None:  # a snapshot holds the old metadata
+            node.meta = {**node.meta, SCHEDULED_MARK: mark}
 
 
 def without_gloo(skeleton: Skeleton) -> Skeleton:

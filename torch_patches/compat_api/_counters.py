@@ -54,7 +54,7 @@ def _reached(
     return found
 
 
-def count_schedule(overlapped: Overlapped, reachable: Reachable) -> None:
+def count_schedule(overlapped: Overlapped, reachable: Reachable, later: int) -> None:
     """Adds to ``counters["inductor"]``; collectives of the input count, not their buckets.
 
     overlap_scheduling_exposed: nothing is hidden of them.
@@ -62,13 +62,16 @@ def count_schedule(overlapped: Overlapped, reachable: Reachable) -> None:
     overlap_scheduling_potentially_hidden: all that compute could hide.
     collective_buckets: buckets made.
     overlap_original_mem, rescheduled_mem: estimated peaks in bytes, of this graph.
+
+    Args:
+        later: buckets made behind the schedule.
     """
     exposed = _exposed(overlapped)
     counts = counters["inductor"]
     counts["overlap_scheduling_exposed"] += len(exposed)
     counts["overlap_scheduling_bad_exposed"] += len(exposed & reachable.hideable)
     counts["overlap_scheduling_potentially_hidden"] += len(reachable.hideable)
-    counts["collective_buckets"] += len(overlapped.plan.buckets)
+    counts["collective_buckets"] += len(overlapped.plan.buckets) + later
     counts["overlap_original_mem"] = overlapped.before.peak_bytes
     counts["rescheduled_mem"] = overlapped.after.peak_bytes
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch.fx as fx
 from torch.utils._ordered_set import OrderedSet
 
+from torch_patches import _compat
 from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
 from torch_patches._inductor.fx_passes.comm_overlap.graph.ordering import (
     Placement,
@@ -32,13 +33,13 @@ class _View:
     """The graph as far as it is acyclic.
 
     Args:
-        size: nodes of the FX graph when it was read.
+        state: of the FX graph when it was read (:func:`_state`).
         refused: (before, after) dependencies that contradict the others.
         contradicts: these, or a merge set, close a cycle.
     """
 
     graph: AugmentedGraph[fx.Node]
-    size: int
+    state: tuple[int, int]
     refused: list[Pair] = field(default_factory=list)
     contradicts: bool = False
 
@@ -52,11 +53,18 @@ class _View:
         self.contradicts |= not self.graph.merge_all(members)
 
 
+def _state(graph: fx.Graph) -> tuple[int, int]:
+    """Nodes there are, and names ever given: changes with every node that is added or erased, also
+    where one takes the place of another; constant time."""
+    return len(graph.nodes), _compat.names_given(graph)
+
+
 class AugmentedGraphHelper:
     """Dependencies and merge sets beside those of an FX graph.
 
     Attributes (to be read; methods change them):
-        graph: the FX graph, read anew when nodes were added or erased.
+        graph: the FX graph, read anew when nodes were added or erased.  Whoever changes what nodes
+            read, and nothing else, calls ``transfer_erased_node_deps({})`` before asking again.
         merge_sets: node -> the set it is merged in, itself included.
         extra_deps, extra_uses: node -> what it waits for, and what waits for it, beyond data.
     """
@@ -93,14 +101,21 @@ class AugmentedGraphHelper:
 
     def remove_extra_dep(self, *, n: fx.Node, dep: fx.Node) -> None:
         """Takes it back, if there is one; a data dependency between the two stays."""
-        if dep not in self.extra_deps[n]:
+        if not self._forget(dep, n):
             return
-        self.extra_deps[n].discard(dep)
-        self.extra_uses[dep].discard(n)
         if self._view is not None and not self._view.contradicts:
             self._view.graph.remove_dependency(dep, n)
         else:
             self._view = None
+
+    def _forget(self, before: fx.Node, after: fx.Node) -> bool:
+        """Whether there was such a dependency."""
+        waits_for = self.extra_deps.get(after)
+        if not waits_for or before not in waits_for:
+            return False
+        waits_for.remove(before)
+        self.extra_uses[before].discard(after)
+        return True
 
     def merge_to_set(self, existing_node: fx.Node, new_node: fx.Node) -> None:
         """Puts ``new_node``, which must not be merged yet, into the other's set.
@@ -130,11 +145,11 @@ class AugmentedGraphHelper:
 
     def get_merged_deps(self, node: fx.Node) -> OrderedSet[fx.Node]:
         """What the node's set waits for directly, by data or otherwise."""
-        deps: OrderedSet[fx.Node] = OrderedSet()
-        for member in self.merge_sets[node]:
-            deps.update(member.all_input_nodes)
-            deps.update(self.extra_deps.get(member, ()))
-        return deps
+        return OrderedSet(
+            needed
+            for member in self.merge_sets[node]
+            for needed in (*member.all_input_nodes, *self.extra_deps.get(member, ()))
+        )
 
     def has_cycle(self) -> bool:
         """Whether data, dependencies and merge sets contradict each other."""
@@ -170,19 +185,18 @@ class AugmentedGraphHelper:
         return {node: OrderedSet(deps) for node, deps in self.extra_deps.items() if deps}
 
     def _current(self) -> _View:
-        if self._view is None or self._view.size != len(self.graph.nodes):
+        if self._view is None or self._view.state != _state(self.graph):
             self._view = self._read()
         return self._view
 
     def _read(self) -> _View:
         """Merge sets come first: of what contradicts, dependencies can be given up, merges cannot."""
-        present = list(self.graph.nodes)
-        nodes = list(dict.fromkeys((*present, *self.merge_sets)))  # some are erased by now
+        nodes = list(dict.fromkeys((*self.graph.nodes, *self.merge_sets)))  # some are erased by now
         numbers = {node: place for place, node in enumerate(nodes)}
         order = smallest_order(nodes, Precedence(()), Placement(numbers))
         assert order is not None, "the graph itself has a cycle"
         data = ((before, after) for after in order for before in after.all_input_nodes)
-        view = _View(AugmentedGraph(order, data), len(present))
+        view = _View(AugmentedGraph(order, data), _state(self.graph))
         for members in {id(m): m for m in self.merge_sets.values() if len(m) > 1}.values():
             view.merge(members)
         for node, deps in self.extra_deps.items():
@@ -204,9 +218,8 @@ class AugmentedGraphHelper:
         }
         pairs = [(dep, node) for node, deps in self.extra_deps.items() for dep in deps]
         touched = [pair for pair in pairs if pair[0] in moved or pair[1] in moved]
-        for dep, node in touched:
-            self.extra_deps[node].discard(dep)
-            self.extra_uses[dep].discard(node)
+        for pair in touched:
+            self._forget(*pair)
         for old in moved:
             self.extra_deps.pop(old, None)
             self.extra_uses.pop(old, None)
@@ -229,10 +242,14 @@ class AugmentedGraphHelper:
 
     def remove_erased_extra_deps(self) -> None:
         """Forgets dependencies of nodes that are no longer in the graph."""
-        for node, deps in list(self.extra_deps.items()):
-            for dep in list(deps):
-                if node._erased or dep._erased:
-                    self.remove_extra_dep(n=node, dep=dep)
+        gone = [
+            (before, after)
+            for after, waits_for in self.extra_deps.items()
+            for before in waits_for
+            if before._erased or after._erased
+        ]
+        for before, after in gone:
+            self.remove_extra_dep(n=after, dep=before)
 
     def check_and_maybe_autofix_cyclic_extra_deps(self, *, autofix: bool = False) -> None:
         """Looks for dependencies that contradict the graph, its merge sets, or earlier ones.

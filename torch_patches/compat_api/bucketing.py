@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,13 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import Merger
 from torch_patches._inductor.fx_passes.comm_overlap.passes.candidates import select_candidates
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import greedy_buckets
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Bucket, Collective
-from torch_patches.compat_api._arguments import bucket_form, make_options, only
+from torch_patches.compat_api._arguments import (
+    bucket_form,
+    check_bound,
+    check_module,
+    make_options,
+    only,
+)
 
 
 def greedy_bucket_collective_by_mb(
@@ -42,13 +48,26 @@ def greedy_bucket_collective_by_mb(
         Starts of each bucket of two or more, in graph order.
 
     Raises:
-        FlagError: a flag has a wrong type or value.
+        FlagError: a flag, or a cap that the function tells, has a wrong type or value.
+        TypeError: not a GraphModule, or caps that are no function.
     """
     function = "greedy_bucket_collective_by_mb"
+    check_module(gm, function)
+    if not callable(bucket_cap_mb_by_bucket_idx):
+        raise TypeError(
+            f"{function}() takes a function bucket index -> MB, "
+            f"not {type(bucket_cap_mb_by_bucket_idx).__name__}"
+        )
+
+    def cap_of(index: int) -> float:
+        cap = bucket_cap_mb_by_bucket_idx(index)
+        check_bound(function, "bucket_cap_mb_by_bucket_idx", cap)
+        return cap
+
     options = make_options(
         function,
         bucketing_mode="topo_span",
-        bucket_cap_mb=bucket_cap_mb_by_bucket_idx,
+        bucket_cap_mb=cap_of,
         bucket_mode=bucket_form(None, function),
     )
     options = replace(options, any_traffic=True)  # the filters say what is to be merged
@@ -60,12 +79,33 @@ def greedy_bucket_collective_by_mb(
 
     candidates, _ = select_candidates(only(skeleton, wanted), options)
     merger = Merger(contract(gm.graph, skeleton))
-    by_key: dict[Any, list[Collective]] = {}
-    for candidate in candidates:
-        by_key.setdefault(node_group_key(candidate.start), []).append(candidate)
     buckets: list[Bucket] = []
-    for members in by_key.values():
+    for members in _by_key(candidates, node_group_key):
         alike = [replace(member, key=members[0].key) for member in members]
         buckets += greedy_buckets(alike, merger, options).buckets
     buckets.sort(key=lambda bucket: bucket.members[0].index)
     return [[member.start for member in bucket.members] for bucket in buckets]
+
+
+def _by_key(
+    candidates: Iterable[Collective], node_group_key: Callable[[fx.Node], Any]
+) -> list[list[Collective]]:
+    """Those with equal keys, in graph order; as with torch a key need not be hashable."""
+    hashed: dict[Any, list[Collective]] = {}
+    others: list[tuple[Any, list[Collective]]] = []
+    found: list[list[Collective]] = []
+    for candidate in candidates:
+        key = node_group_key(candidate.start)
+        try:
+            members = hashed.get(key)
+        except TypeError:
+            members = next((known for other, known in others if other == key), None)
+            if members is None:
+                others.append((key, members := []))
+                found.append(members)
+        else:
+            if members is None:
+                hashed[key] = members = []
+                found.append(members)
+        members.append(candidate)
+    return found

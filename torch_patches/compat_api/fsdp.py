@@ -21,6 +21,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import plan_topo_span
 from torch_patches.compat_api._arguments import (
     bucket_form,
+    check_module,
     gathering_groups,
     make_options,
     run_or_leave,
@@ -43,6 +44,7 @@ def identify_fsdp_groups(gm: fx.GraphModule) -> tuple[OrderedSet[str], int | Non
         Their names in the order of their first gathers, and the size of the first; None if there is
         no such group, or its size is not known.
     """
+    check_module(gm, "identify_fsdp_groups")
     groups = gathering_groups(collect(gm.graph).collectives)
     return OrderedSet(groups), next(iter(groups.values()), None)
 
@@ -64,22 +66,35 @@ def pre_bucket_fsdp_collectives(
 
     Raises:
         FlagError: an argument or a flag has a wrong type or value.
+        TypeError: not a GraphModule.
     """
-    merge_parameter_traffic(gm, bucket_form(mode, _FUNCTION), bucket_cap_mb)
-
-
-def merge_parameter_traffic(
-    gm: fx.GraphModule, form: str | None, bucket_cap_mb: float | None
-) -> None:
-    """The same with buckets of one form, or of the one that is estimated to be better (None)."""
-    options = make_options(
-        _FUNCTION, bucketing_mode="topo_span", bucket_cap_mb=bucket_cap_mb, bucket_mode=form
-    )
-    run_or_leave(gm.graph, lambda: _merge(gm.graph, options))
+    check_module(gm, _FUNCTION)
+    options = pre_bucketing_options(bucket_form(mode, _FUNCTION), bucket_cap_mb)
+    run_or_leave(gm.graph, lambda: merge_parameter_traffic(gm.graph, options))
     gm.recompile()
 
 
-def _merge(graph: fx.Graph, options: Options) -> None:
+def pre_bucketing_options(form: str | None, bucket_cap_mb: float | None) -> Options:
+    """Options of :func:`merge_parameter_traffic`.
+
+    Args:
+        form: of the buckets; None for the one that is estimated to be better.
+
+    Raises:
+        FlagError: the cap or a flag has a wrong type or value.
+    """
+    if isinstance(bucket_cap_mb, (list, tuple)) or callable(bucket_cap_mb):
+        raise config.FlagError(
+            f"{_FUNCTION}(bucket_cap_mb=...): {bucket_cap_mb!r} is not allowed; use a finite number "
+            "> 0, or None"
+        )
+    return make_options(
+        _FUNCTION, bucketing_mode="topo_span", bucket_cap_mb=bucket_cap_mb, bucket_mode=form
+    )
+
+
+def merge_parameter_traffic(graph: fx.Graph, options: Options) -> None:
+    """The merges of :func:`pre_bucket_fsdp_collectives`; the caller restores the graph if it raises."""
     skeleton = without_gloo(collect(graph))
     groups = gathering_groups(skeleton.collectives)
     if not groups:

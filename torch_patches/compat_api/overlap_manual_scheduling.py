@@ -17,7 +17,10 @@ from torch_patches._inductor.fx_passes.comm_overlap.overlap import Overlapped, o
 from torch_patches.compat_api._arguments import (
     UNBOUNDED_GB,
     bucket_form,
+    check_module,
+    is_scheduled,
     make_options,
+    mark_scheduled,
     model_of,
     run_or_leave,
     without_gloo,
@@ -54,8 +57,10 @@ class ManualOverlapScheduler:
 
         Raises:
             FlagError: an argument, or a flag that matters, has a wrong type or value.
+            TypeError: not a GraphModule.
         """
         function = "ManualOverlapScheduler"
+        check_module(gm, function)
         self.gm, self.graph = gm, gm.graph
         self.module_bucket_plans = module_bucket_plans
         self.insert_overlap_deps = insert_overlap_deps
@@ -99,14 +104,17 @@ class ManualOverlapScheduler:
                 warn_of_plan(sentence)
         return self.gm
 
-    def _change(self) -> Overlapped:
+    def _change(self) -> Overlapped | None:
+        """None where the same was done before."""
         assert self._options is not None
-        options = self._options
-        overlapped = overlap(
-            self.graph, without_gloo(collect(self.graph)), options, model_of(options)
-        )
+        options, skeleton = self._options, without_gloo(collect(self.graph))
+        mark = options.fingerprint()
+        if is_scheduled(skeleton, mark):
+            return None
+        overlapped = overlap(self.graph, skeleton, options, model_of(options))
         if self.insert_overlap_deps:
             insert_overlap_dependencies(self.graph, overlapped.hidings())
+        mark_scheduled(self.graph, mark)
         return overlapped
 
 
@@ -123,7 +131,8 @@ def manual_overlap_bucketing(
         The same module.
 
     Raises:
-        FlagError, ModulePlanError, ModuleStackError: an argument is no good.
+        FlagError, ModulePlanError, ModuleStackError, TypeError: an argument is no good; the graph is
+            as it was.
     """
     scheduler = ManualOverlapScheduler(
         gm, module_bucket_plans, insert_overlap_deps, module_stack_fn, bucket_mode

@@ -34,6 +34,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
 )
 from torch_patches.compat_api._arguments import (
     bucket_form,
+    check_bound,
     gathering_groups,
     make_options,
     only,
@@ -97,6 +98,8 @@ class OverlapPreservingBucketer:
         self.collective_bucketing = collective_bucketing
         self.bucket_only_internode_comms = bucket_only_internode_comms
         self.bucket_mode = bucket_form(bucket_mode, function)
+        check_bound(function, "max_bucket_memory_gb", max_bucket_memory_gb)
+        check_bound(function, "max_coll_distance", max_coll_distance, whole=True)
         options = make_options(
             function,
             bucketing_mode="topo_span",
@@ -119,10 +122,11 @@ class OverlapPreservingBucketer:
         Buckets count in ``counters["inductor"]["collective_buckets"]``.  A graph that cannot be
         handled stays as it was, with one warning.
         """
-        merged = run_or_leave(self.graph, self._change)
+        merged = run_or_leave(self.graph, self.change)
         counters["inductor"]["collective_buckets"] += merged or 0
 
-    def _change(self) -> int:
+    def change(self) -> int:
+        """The same without counting: buckets made; the caller restores the graph if it raises."""
         order = dict.fromkeys((*self.scheduled, *self.graph.nodes))
         relink(self.graph, list(order))
         self.graph.lint()

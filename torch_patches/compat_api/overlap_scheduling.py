@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch.fx as fx
@@ -16,6 +15,9 @@ from torch._inductor.fx_passes.overlap_scheduling import (
 from torch.utils._ordered_set import OrderedSet
 
 from torch_patches import _compat, config
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.custom import estimation_key
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import CollectiveSpan
+from torch_patches._inductor.fx_passes.comm_overlap.forecast import forecast
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     collect,
     collective_kind,
@@ -27,17 +29,22 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import PART_MA
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import wait_source
 from torch_patches._inductor.fx_passes.comm_overlap.options import CustomEstimation, Options
 from torch_patches._inductor.fx_passes.comm_overlap.overlap import Overlapped, overlap
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Plan, Skeleton
 from torch_patches.compat_api._arguments import (
     UNBOUNDED_GB,
     bucket_form,
+    check_bound,
+    check_module,
     gathering_groups,
+    is_scheduled,
     make_options,
+    mark_scheduled,
     model_of,
     run_or_leave,
     without_gloo,
 )
 from torch_patches.compat_api._counters import Reachable, count_schedule
-from torch_patches.compat_api.fsdp import merge_parameter_traffic
+from torch_patches.compat_api.fsdp import merge_parameter_traffic, pre_bucketing_options
 from torch_patches.compat_api.overlap_preserving_bucketer import OverlapPreservingBucketer
 
 log = logging.getLogger(__name__)
@@ -63,6 +70,22 @@ class _Settings:
     def merges_later(self) -> bool:
         """Single collectives are scheduled, and merged as far as that leaves them hidden."""
         return self.merges and not self.merges_first
+
+
+@dataclass(frozen=True)
+class _Done:
+    """Of one run.
+
+    Args:
+        overlapped: the schedule, of single collectives where merges come later.
+        later: buckets made behind it.
+        spans: of the result.
+    """
+
+    overlapped: Overlapped
+    reachable: Reachable
+    later: int
+    spans: tuple[CollectiveSpan, ...]
 
 
 class OverlapScheduler:
@@ -102,8 +125,14 @@ class OverlapScheduler:
             FlagError: an argument, or a flag that matters, has a wrong type or value; or asks each
                 rank to measure for itself.
             OSError: the profile or the calibration file cannot be read.
+            TypeError: not a GraphModule.
         """
         function = "OverlapScheduler"
+        check_module(gm, function)
+        check_bound(function, "max_coll_distance", max_coll_distance, whole=True)
+        check_bound(function, "compute_overlap_multipler", compute_overlap_multipler)
+        if max_off_bucket_gb is not None:
+            check_bound(function, "max_off_bucket_gb", max_off_bucket_gb)
         self.gm, self.graph = gm, gm.graph
         self.collective_info: dict[fx.Node, CollectiveInfo] = {}
         self.bucket_mode = bucket_form(bucket_mode, function, otherwise=None)
@@ -119,11 +148,14 @@ class OverlapScheduler:
             max_compute_pre_fetch=max_compute_pre_fetch,
             max_memory_increase_gb=gigabytes,
             max_memory_increase_ratio=ratio,
-            custom_runtime_estimation=_estimation(gm, custom_runtime_estimation, pge_profile_path),
+            custom_runtime_estimation=custom_runtime_estimation,
         )
         _check_estimators(options, collective_estimator, compute_estimator)
+        custom = custom_runtime_estimation or _profiled(gm, pge_profile_path)
         self._options = replace(
             options,
+            custom_runtime_estimation=None if custom is None else _completed(custom),
+            estimation_digest=None if custom is None else estimation_key(custom),
             max_coll_distance=max_coll_distance,
             max_reduction_mb=None if max_off_bucket_gb is None else max_off_bucket_gb * 1024,
             bucket_exposed_first=bool(bucket_exposed_first),
@@ -134,7 +166,7 @@ class OverlapScheduler:
             merges_first=bool(prioritize_bucketing_during_scheduling),
             only_internode=bool(bucket_only_internode_comms),
             holds_order=bool(insert_overlap_deps),
-            compute_scale=_scale(compute_overlap_multipler, function),
+            compute_scale=float(compute_overlap_multipler),
             logs=bool(log_final_collectives_estimations),
         )
 
@@ -142,22 +174,47 @@ class OverlapScheduler:
         """Changes the module in place and recompiles it.
 
         A graph that cannot be handled stays as it was, with one warning; so does one that no
-        schedule is estimated to make faster.
+        schedule is estimated to make faster, or that was scheduled with the same arguments.
 
         Returns:
             The same module.
         """
-        changed = run_or_leave(self.graph, self._change)
-        if changed is not None:
-            count_schedule(*changed)
-            if self._settings.merges_later:
-                self._merge()
+        return self._run(None)
+
+    def _run(self, merges_before: Options | None) -> fx.GraphModule:
+        """All or nothing; ``merges_before``: of parameter traffic, in front of the schedule."""
+        done = run_or_leave(self.graph, lambda: self._change(merges_before))
+        if done is not None:
+            self.collective_info = _infos(done.spans)
+            count_schedule(done.overlapped, done.reachable, done.later)
+            if self._settings.logs:
+                _log_estimations(done.spans)
         self.gm.recompile()
         return self.gm
 
-    def _change(self) -> tuple[Overlapped, Reachable]:
+    def _change(self, merges_before: Options | None) -> _Done:
+        options, settings = self._options, self._settings
+        model = model_of(options, settings.compute_scale)
+        mark = _mark(options, settings, merges_before)
+        scheduled = is_scheduled(collect(self.graph), mark)
+        if merges_before is not None and not scheduled:
+            merge_parameter_traffic(self.graph, merges_before)
         skeleton = without_gloo(collect(self.graph))
         reachable = Reachable.read(self.graph, skeleton.collectives)
+        if scheduled:
+            now = forecast(self.graph, skeleton, model)
+            return _Done(Overlapped(Plan(), "input", now, now), reachable, 0, now.timeline.spans)
+        overlapped = overlap(self.graph, skeleton, self._options_for(skeleton), model)
+        later = self._merge(_infos(overlapped.after.timeline.spans)) if settings.merges_later else 0
+        if settings.holds_order and not settings.merges_later:
+            insert_overlap_dependencies(self.graph, overlapped.hidings())
+        mark_scheduled(self.graph, mark)
+        # Merges and dependencies have put other nodes in the place of those that were planned.
+        result = forecast(self.graph, collect(self.graph), model)
+        return _Done(overlapped, reachable, later, result.timeline.spans)
+
+    def _options_for(self, skeleton: Skeleton) -> Options:
+        """Bounded by what the graph has."""
         options, settings = self._options, self._settings
         if settings.only_internode:
             groups = gathering_groups(skeleton.collectives)
@@ -166,22 +223,14 @@ class OverlapScheduler:
             options = replace(options, bucket_cap_mb=0.0)
         if settings.merges_later:  # these merges may move compute, and reads with it
             make_all_device_put_sync(self.gm)
-        overlapped = overlap(
-            self.graph, skeleton, options, model_of(options, settings.compute_scale)
-        )
-        self.collective_info = _infos(overlapped)
-        if settings.logs:
-            _log_estimations(overlapped)
-        if settings.holds_order and not settings.merges_later:
-            insert_overlap_dependencies(self.graph, overlapped.hidings())
-        return overlapped, reachable
+        return options
 
-    def _merge(self) -> None:
-        """The schedule of single collectives, merged."""
+    def _merge(self, infos: dict[fx.Node, CollectiveInfo]) -> int:
+        """The schedule of single collectives, merged; how many buckets."""
         settings, options = self._settings, self._options
-        OverlapPreservingBucketer(
+        return OverlapPreservingBucketer(
             self.graph,
-            self.collective_info,
+            infos,
             OrderedSet(self.graph.nodes),
             max_bucket_memory_gb=_BUCKET_GB,
             max_coll_distance=self.max_coll_distance,
@@ -189,7 +238,7 @@ class OverlapScheduler:
             bucket_mode=self.bucket_mode,
             bucket_exposed_first=options.bucket_exposed_first,
             bucket_only_internode_comms=settings.only_internode,
-        ).bucket_collectives()
+        ).change()
 
 
 def schedule_overlap_bucketing(
@@ -222,7 +271,10 @@ def schedule_overlap_bucketing(
         The same module, changed in place.
 
     Raises:
-        FlagError, OSError: see :class:`OverlapScheduler`; the module is as it was.
+        FlagError, OSError, TypeError: see :class:`OverlapScheduler`.
+        EstimationError: a time of the custom estimation is no number >= 0.
+
+        The graph is as it was then.
     """
     scheduler = OverlapScheduler(
         gm,
@@ -246,12 +298,13 @@ def schedule_overlap_bucketing(
         prioritize_bucketing_during_scheduling,
         pge_profile_path,
     )
-    if not any(wait_source(node) is not None for node in gm.graph.nodes):
-        return gm
+    merges_before = None
     if pre_bucketing_fsdp_collectives:
         cap = pre_bucketing_fsdp_collectives_bucket_cap_mb
-        merge_parameter_traffic(gm, scheduler.bucket_mode, cap)
-    return scheduler.run()
+        merges_before = pre_bucketing_options(scheduler.bucket_mode, cap)
+    if not any(wait_source(node) is not None for node in gm.graph.nodes):
+        return gm
+    return scheduler._run(merges_before)
 
 
 def _memory_caps(gigabytes: float | None, ratio: float | None) -> tuple[float | None, float | None]:
@@ -275,27 +328,11 @@ def _check_estimators(options: Options, collectives: str, compute: str) -> None:
         )
 
 
-def _scale(multiplier: float, function: str) -> float:
-    if math.isfinite(multiplier) and multiplier >= 0:
-        return float(multiplier)
-    raise config.FlagError(
-        f"{function}(compute_overlap_multipler=...): {multiplier!r} is not allowed; use a finite "
-        "number >= 0"
-    )
-
-
-def _estimation(
-    gm: fx.GraphModule, custom: CustomEstimation | None, profile_path: str | None
-) -> CustomEstimation | None:
-    """The user's estimation; what it leaves out takes no time, unless it is a matmul or a collective.
+def _completed(asked: CustomEstimation) -> CustomEstimation:
+    """What a user's estimation leaves out takes no time, unless it is a matmul or a collective.
 
     A copy into or out of a bucket, which the user has never seen, is left to the model.
     """
-    if custom is None and profile_path:
-        custom = _profiled(gm, profile_path)
-    if custom is None:
-        return None
-    asked = custom
 
     def estimate(node: fx.Node, size_bytes: int | None) -> float | None:
         given = asked(node, size_bytes)
@@ -305,20 +342,30 @@ def _estimation(
     return estimate
 
 
-def _profiled(gm: fx.GraphModule, path: str) -> CustomEstimation:
+def _profiled(gm: fx.GraphModule, path: str | None) -> CustomEstimation | None:
+    """The estimation that torch reads from a profile; None without one."""
+    if not path:
+        return None
     reader = _compat.profile_reader()
-    if reader is None:
+    if reader is None or not isinstance(path, str):
+        allowed = "a path" if reader is not None else "custom_runtime_estimation with this torch"
         raise config.FlagError(
-            "OverlapScheduler(pge_profile_path=...): this torch reads no profiles; use "
-            "custom_runtime_estimation"
+            f"OverlapScheduler(pge_profile_path=...): {path!r} is not allowed; use {allowed}"
         )
     made: CustomEstimation = reader(path, diagnostics_gm=gm)
     return made
 
 
-def _infos(overlapped: Overlapped) -> dict[fx.Node, CollectiveInfo]:
+def _mark(options: Options, settings: _Settings, merges_before: Options | None) -> str | None:
+    """What tells a schedule's arguments from others; None where a function cannot be told."""
+    told = options.fingerprint()
+    before = None if merges_before is None else merges_before.fingerprint()
+    return None if told is None else repr((told, settings, before))
+
+
+def _infos(spans: Iterable[CollectiveSpan]) -> dict[fx.Node, CollectiveInfo]:
     found: dict[fx.Node, CollectiveInfo] = {}
-    for span in overlapped.after.timeline.spans:
+    for span in spans:
         collective = span.collective
         if collective.waits:
             takes = span.end_ms - span.start_ms
@@ -333,8 +380,8 @@ def _infos(overlapped: Overlapped) -> dict[fx.Node, CollectiveInfo]:
     return found
 
 
-def _log_estimations(overlapped: Overlapped) -> None:
-    for span in overlapped.after.timeline.spans:
+def _log_estimations(spans: Iterable[CollectiveSpan]) -> None:
+    for span in spans:
         log.info(
             "%s: %.3f ms, of which %.3f hidden, %d bytes on %s",
             span.collective.start,
