@@ -9,6 +9,7 @@ import torch.fx as fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import torch_patches
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import compute_costs, flops
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import DEVICES, Device, Link
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.fusion import memory_traffic
@@ -258,6 +259,17 @@ def test_custom_estimation_that_is_no_time_raises(given: object) -> None:
     model = RuntimeModel(custom=lambda node, size: given)  # type: ignore[arg-type,return-value]
     with pytest.raises(EstimationError, match="custom_runtime_estimation returned"):
         model.node_costs(gm.graph, collect(gm.graph))
+
+
+def test_custom_estimation_that_raises_raises() -> None:
+    """Perhaps on this rank only; a graph left alone here hangs the ranks that changed theirs."""
+    gm = gather_under_mm()
+
+    def faulty(node: fx.Node, size_bytes: int | None) -> float:
+        raise KeyError(node.name)
+
+    with pytest.raises(EstimationError, match="custom_runtime_estimation raised KeyError"):
+        torch_patches.optimize_graph(gm, bucketing_mode="auto", custom_runtime_estimation=faulty)
 
 
 def test_bucket_costs_less_than_its_members_apart() -> None:

@@ -197,7 +197,12 @@ class RuntimeModel:
 
     def _ask(self, node: fx.Node, size_bytes: int | None) -> float | None:
         assert self.custom is not None
-        given = self.custom(node, size_bytes)
+        try:
+            given = self.custom(node, size_bytes)
+        except Exception as error:  # perhaps on this rank only: the others would go on
+            raise EstimationError(
+                f"custom_runtime_estimation raised {type(error).__name__} for {node.target}: {error}"
+            ) from error
         if given is None:
             return None
         is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
