@@ -21,7 +21,7 @@ from upstream.anchors import AnchorError, apply_edit
 from upstream.drift import find_drift
 from upstream.errors import StackError, UnknownTreeError
 from upstream.manifest import Commit, Edit, OutOfTree, load_manifest
-from upstream.message import measured_table
+from upstream.message import measured_table, message
 from upstream.rewrite import moved_source, moved_test, renamed
 from upstream.ruff import formatted_change
 from upstream.tree import find_tree, git_environment
@@ -62,6 +62,7 @@ def test_manifest_of_one_commit(tmp_path: Path) -> None:
         (COMMIT + COMMIT, "two commits with this title"),
         (COMMIT.replace('modules = ["plan.py"]', ""), "nothing is in it"),
         (COMMIT.replace('["plan.py"]', '"plan.py"'), "is no list"),
+        (COMMIT + "fault = true", "a fix says what was measured"),
         (COMMIT + 'versions = ["2.13"]', "versions and absent go together"),
         (COMMIT + 'versions = ["1.0"]\nabsent = "new"', "torch 1.0 is not known"),
         (
@@ -289,6 +290,14 @@ def test_measured_rows_come_from_the_page() -> None:
             lost = replace(commit.measured, rows=("^no such row",))
             with pytest.raises(StackError, match="no row matches"):
                 measured_table(lost, ROOT)
+
+
+def test_what_replaces_nothing_is_said_to_be_new() -> None:
+    texts = dict.fromkeys(("summary", "motivation", "gives_up", "gains"), "text")
+    commit = Commit("[inductor] New", **texts)
+    text = message(commit, ["torch/new.py", "test/test_new.py"], ROOT)
+    assert "| old | new |\n|---|---|\n| (none) | `torch/new.py` |\n\nMeasured:\nNothing" in text
+    assert text.endswith("Test Plan:\npython -m pytest test/test_new.py\n")
 
 
 # -- drift ----------------------------------------------------------------------------------------

@@ -190,6 +190,7 @@ def test_every_module_of_the_package_is_in_the_last_tree(stack: Stack) -> None:
 @on_known_torch
 def test_commits_are_small_and_say_what_a_reviewer_asks(stack: Stack) -> None:
     asked = ("Summary:", "Motivation:", "What it gives up:", "What it gains:", "Test Plan:")
+    asked += ("| old | new |", "Measured:")
     for built in stack.commits:
         assert built.lines <= 800
         text = stack.repository.git("log", "-1", "--format=%B", built.sha)
