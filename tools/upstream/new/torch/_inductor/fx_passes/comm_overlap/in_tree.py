@@ -80,7 +80,8 @@ def run_post_grad(graph: fx.Graph) -> None:
     options = read_options()
     if options.bucketing_mode != "none":
         unread = [name for name in _OTHER_BUCKETING if getattr(config, name, "none") != "none"]
-        if config.aten_distributed_optimizations.enable_overlap_scheduling:
+        dist: Any = config.aten_distributed_optimizations
+        if dist.enable_overlap_scheduling:
             unread.append("aten_distributed_optimizations.enable_overlap_scheduling")
         if unread:
             _warn_unread(", ".join(unread), options.bucketing_mode)
