@@ -25,7 +25,7 @@ from upstream.check import check_stack
 from upstream.drift import find_drift
 from upstream.errors import StackError
 from upstream.manifest import load_manifest
-from upstream.tree import find_tree
+from upstream.tree import AUTHOR, find_tree
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return _run(options)
-    except StackError as error:
+    except (StackError, OSError) as error:
         print(f"make_upstream_stack: {error}", file=sys.stderr)
         return 1
 
@@ -52,8 +52,9 @@ def _parser() -> argparse.ArgumentParser:
         default="",
         help="with --check, which: '3', '1-6' or '1-6,40'; all if not given",
     )
+    parser.add_argument("--python", help="with --check: the interpreter of that torch")
     parser.add_argument(
-        "--python", default=sys.executable, help="with --check: the interpreter of that torch"
+        "--author", default=AUTHOR, help="of the commits: 'Name <name@example.org>'"
     )
     parser.add_argument("--drift", action="store_true", help="only compare package and manifest")
     return parser
@@ -66,11 +67,17 @@ def _run(options: argparse.Namespace) -> int:
         return _end(problems)
     if options.torch is None or options.out is None:
         raise StackError("give --torch and --out, or --drift")
+    if not options.check and (options.commits or options.python):
+        raise StackError("--commits and --python go with --check")
+    numbers = _numbers(options.commits)
     tree = find_tree(options.torch, manifest.torch, options.out / "download")
-    stack = build_stack(tree, manifest, options.out)
+    last = sum(commit.serves(tree.release) for commit in manifest.commits)
+    if beyond := [number for number in numbers if not 1 <= number <= last]:
+        raise StackError(f"--commits: there is no {beyond[0]}; they are 1 to {last}")
+    stack = build_stack(tree, manifest, options.out, author=options.author)
     _tell(stack, options.out)
     if options.check:
-        problems += check_stack(stack, _numbers(options.commits), python=options.python)
+        problems += check_stack(stack, numbers, python=options.python or sys.executable)
     return _end(problems)
 
 
@@ -88,7 +95,11 @@ def _numbers(text: str) -> list[int]:
         first, _, last = part.partition("-")
         if not first.isdigit() or not (last or first).isdigit():
             raise StackError(f"--commits {text!r}: numbers and ranges such as 1-6,40")
+        if int(last or first) < int(first):
+            raise StackError(f"--commits {text!r}: {part} has nothing in it")
         numbers += range(int(first), int(last or first) + 1)
+    if text and not numbers:
+        raise StackError(f"--commits {text!r}: numbers and ranges such as 1-6,40")
     return numbers
 
 

@@ -21,9 +21,10 @@ from upstream.anchors import AnchorError, apply_edit
 from upstream.drift import find_drift
 from upstream.errors import StackError, UnknownTreeError
 from upstream.manifest import Commit, Edit, OutOfTree, load_manifest
-from upstream.message import measured_table
+from upstream.message import measured_table, message
 from upstream.rewrite import moved_source, moved_test, renamed
-from upstream.tree import find_tree
+from upstream.ruff import formatted_change
+from upstream.tree import find_tree, git_environment
 
 ROOT = Path(__file__).parents[2]
 MANIFEST = load_manifest()
@@ -61,6 +62,7 @@ def test_manifest_of_one_commit(tmp_path: Path) -> None:
         (COMMIT + COMMIT, "two commits with this title"),
         (COMMIT.replace('modules = ["plan.py"]', ""), "nothing is in it"),
         (COMMIT.replace('["plan.py"]', '"plan.py"'), "is no list"),
+        (COMMIT + "fault = true", "a fix says what was measured"),
         (COMMIT + 'versions = ["2.13"]', "versions and absent go together"),
         (COMMIT + 'versions = ["1.0"]\nabsent = "new"', "torch 1.0 is not known"),
         (
@@ -255,6 +257,27 @@ def test_other_releases_are_refused(tmp_path: Path, version: str, sentence: str)
 def test_what_is_no_torch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownTreeError, match="no torch there"):
         find_tree(str(tmp_path), ["2.13"], tmp_path)
+    root = fake_tree(tmp_path, "2.13.1")
+    with pytest.raises(UnknownTreeError, match="misspelt: no torch there"):
+        find_tree(str(root / "misspelt"), ["2.13"], tmp_path)
+
+
+def test_git_sees_nothing_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook of git sets ``GIT_DIR``: the commits would go to the user's repository."""
+    monkeypatch.setenv("GIT_DIR", "/mine")
+    environment = git_environment("A B <a@b.org>")
+    assert "GIT_DIR" not in environment
+    assert (environment["GIT_AUTHOR_NAME"], environment["GIT_AUTHOR_EMAIL"]) == ("A B", "a@b.org")
+    for wrong in ("A B", "<a@b.org>", "A <ab>", "A <a@b> c"):
+        with pytest.raises(StackError, match="is no author"):
+            git_environment(wrong)
+
+
+def test_only_changed_lines_are_formatted() -> None:
+    before = "a = {1:2}\nb = 1\n\n\nc = {1:2}\n"
+    after = before.replace("b = 1", "b = {1:2}")
+    assert formatted_change(before, after) == before.replace("b = 1", "b = {1: 2}")
+    assert formatted_change(before, before) == before
 
 
 def test_measured_rows_come_from_the_page() -> None:
@@ -267,6 +290,14 @@ def test_measured_rows_come_from_the_page() -> None:
             lost = replace(commit.measured, rows=("^no such row",))
             with pytest.raises(StackError, match="no row matches"):
                 measured_table(lost, ROOT)
+
+
+def test_what_replaces_nothing_is_said_to_be_new() -> None:
+    texts = dict.fromkeys(("summary", "motivation", "gives_up", "gains"), "text")
+    commit = Commit("[inductor] New", **texts)
+    text = message(commit, ["torch/new.py", "test/test_new.py"], ROOT)
+    assert "| old | new |\n|---|---|\n| (none) | `torch/new.py` |\n\nMeasured:\nNothing" in text
+    assert text.endswith("Test Plan:\npython -m pytest test/test_new.py\n")
 
 
 # -- drift ----------------------------------------------------------------------------------------
@@ -310,12 +341,23 @@ def test_command_compares_package_and_manifest(capsys: pytest.CaptureFixture[str
         ([], "give --torch and --out, or --drift"),
         (["--torch", "2.99", "--out", "OUT"], "torch 2.99 is not known"),
         (["--torch", "OUT", "--out", "OUT"], "no torch there"),
+        (["--torch", "2.13", "--out", "OUT", "--commits", "1"], "go with --check"),
+        (["--torch", "ENV", "--out", "OUT", "--check", "--commits", "0"], "there is no 0"),
+        (["--torch", "ENV", "--out", "OUT", "--check", "--commits", "1-99"], "there is no "),
+        (["--torch", "ENV", "--out", "OUT", "--author", "me"], "'me' is no author"),
+        (["--torch", "ENV", "--out", "FILE"], "Not a directory"),
     ],
 )
 def test_command_says_what_is_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
 ) -> None:
-    given = [str(tmp_path) if text == "OUT" else text for text in arguments]
+    (tmp_path / "file").touch()
+    places = {
+        "OUT": str(tmp_path),
+        "FILE": str(tmp_path / "file"),
+        "ENV": str(fake_tree(tmp_path / "site", "2.13.0")),
+    }
+    given = [places.get(text, text) for text in arguments]
     assert make_upstream_stack.main(given) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("make_upstream_stack: ") and sentence in err
@@ -326,3 +368,7 @@ def test_numbers_of_commits() -> None:
     assert make_upstream_stack._numbers("") == []
     with pytest.raises(StackError, match="numbers and ranges"):
         make_upstream_stack._numbers("first")
+    with pytest.raises(StackError, match="numbers and ranges"):
+        make_upstream_stack._numbers(",")
+    with pytest.raises(StackError, match="5-3 has nothing in it"):
+        make_upstream_stack._numbers("5-3")

@@ -25,6 +25,7 @@ from upstream.build import Built, Stack, build_stack
 from upstream.check import check_stack
 from upstream.errors import StackError
 from upstream.manifest import Commit, Manifest, load_manifest
+from upstream.ruff import formatted_change
 from upstream.tree import TorchTree, find_tree
 
 ROOT = Path(__file__).parents[2]
@@ -107,8 +108,27 @@ def test_tree_whose_place_is_gone_is_refused(tmp_path: Path) -> None:
 def test_stack_is_not_built_over_something_else(tree: TorchTree, tmp_path: Path) -> None:
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / "mine").touch()
-    with pytest.raises(StackError, match="is not empty"):
+    with pytest.raises(StackError, match="tree is not empty"):
         build_stack(tree, part_of_stack(), tmp_path)
+    (tmp_path / "other" / "patches").mkdir(parents=True)
+    (tmp_path / "other" / "patches" / "0001-old.patch").touch()
+    with pytest.raises(StackError, match="patches is not empty"):
+        build_stack(tree, part_of_stack(), tmp_path / "other")
+
+
+@on_known_torch
+def test_torch_that_is_read_only_is_copied(tmp_path: Path) -> None:
+    root = copied_tree(tmp_path / "site")
+    folder = root / "torch/_inductor/fx_passes"
+    for path in (folder / "bucketing.py", folder):
+        path.chmod(path.stat().st_mode & ~0o222)
+    found = find_tree(str(root), MANIFEST.torch, tmp_path)
+    made = build_stack(found, part_of_stack(), tmp_path / "out", author="A <a@b.org>")
+    copied = made.repository.root / folder.relative_to(root)
+    assert copied.stat().st_mode & 0o200 and (copied / "bucketing.py").stat().st_mode & 0o200
+    assert not folder.stat().st_mode & 0o200
+    assert made.repository.git("log", "-1", "--format=%an %ae %cn") == "A a@b.org A\n"
+    folder.chmod(0o755)
 
 
 # -- what a commit may be -------------------------------------------------------------------------
@@ -170,6 +190,7 @@ def test_every_module_of_the_package_is_in_the_last_tree(stack: Stack) -> None:
 @on_known_torch
 def test_commits_are_small_and_say_what_a_reviewer_asks(stack: Stack) -> None:
     asked = ("Summary:", "Motivation:", "What it gives up:", "What it gains:", "Test Plan:")
+    asked += ("| old | new |", "Measured:")
     for built in stack.commits:
         assert built.lines <= 800
         text = stack.repository.git("log", "-1", "--format=%B", built.sha)
@@ -197,6 +218,20 @@ def test_patches_applied_to_torch_give_the_last_tree(stack: Stack, tmp_path: Pat
     assert len(patches) == len(stack.commits)
     git(again, "am", "-q", *map(str, patches))
     assert not git(again, "diff", stack.commits[-1].sha)
+    assert not [path.name for path in patches if "torch_patches" in path.read_text()]
+
+
+@on_known_torch
+def test_edits_stand_above_comments_and_as_the_formatter_would_have_them(stack: Stack) -> None:
+    root, base = stack.repository.root, stack.base
+    for path in sorted({path for built in stack.commits for path in built.edited}):
+        before = stack.repository.git("show", f"{base}:{path}")
+        after = (root / path).read_text()
+        assert formatted_change(before, after) == after, path
+    lines = (root / "torch/_inductor/fx_passes/post_grad.py").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if "Apply overlap scheduling" in line)
+    assert lines[at + 1].strip().startswith("if")
+    assert "enable_overlap_scheduling" in lines[at + 1] + lines[at + 2]
 
 
 @on_known_torch
@@ -227,3 +262,8 @@ def test_what_a_commit_breaks_is_told(tmp_path: Path, tree: TorchTree) -> None:
         (problem,) = check_stack(made, [number], told.append)
         assert sentence in problem
         assert "lines  FAILED" in told[-1]
+    (problem,) = check_stack(made, [2], told.append, timeout_s=0.01)
+    assert "not done after 0.01 s" in problem
+    assert made.repository.git("branch", "--show-current") == "comm_overlap\n"
+    with pytest.raises(StackError, match="/no/python: No such file"):
+        check_stack(made, [2], told.append, python="/no/python")

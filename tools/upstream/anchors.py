@@ -43,7 +43,7 @@ def apply_edit(source: str, edit: Edit, text: str) -> str:
     if edit.place == "within":
         return _within(lines, node, edit, text)
     if edit.place == "before":
-        return _inserted(lines, first - 1, node.col_offset, text)
+        return _inserted(lines, _above_comments(lines, first - 1), node.col_offset, text)
     if edit.place == "after":
         return _inserted(lines, last_line, node.col_offset, text)
     kept = lines[: first - 1] + lines[last_line:]
@@ -95,6 +95,13 @@ def _matches(node: ast.stmt, edit: Edit, lines: list[str]) -> bool:
         return False
     first, end = _extent(node)
     return re.search(edit.match, " ".join("".join(lines[first - 1 : end]).split())) is not None
+
+
+def _above_comments(lines: list[str], at: int) -> int:
+    """``at``, or in front of the comments that stand on it: they belong to what is behind."""
+    while at > 0 and lines[at - 1].lstrip().startswith("#"):
+        at -= 1
+    return at
 
 
 def _within(lines: list[str], node: ast.stmt, edit: Edit, text: str) -> str:

@@ -14,8 +14,8 @@ from upstream.layout import REPOSITORY, Placed, package_files, placed_files
 from upstream.manifest import Commit, Edit, Manifest
 from upstream.message import message
 from upstream.rewrite import IN_TREE, TESTING, imported_modules
-from upstream.ruff import tidy
-from upstream.tree import Repository, TorchTree
+from upstream.ruff import formatted_change, tidy
+from upstream.tree import AUTHOR, Repository, TorchTree
 
 _LAYERS = ("graph", "estimate", "passes")
 
@@ -59,16 +59,22 @@ class Stack:
 
 
 def build_stack(
-    tree: TorchTree, manifest: Manifest, out: Path, repository: Path = REPOSITORY
+    tree: TorchTree,
+    manifest: Manifest,
+    out: Path,
+    repository: Path = REPOSITORY,
+    author: str = AUTHOR,
 ) -> Stack:
     """Builds all commits that the tree needs under ``out/tree``, and patches under ``out/patches``.
 
     Raises:
         StackError: a place is not found, a commit is too large, a file imports what no commit before
-            it has, or something does not exist.
+            it has, something does not exist, or the folders are not empty.
     """
+    if any((out / "patches").glob("*")):
+        raise StackError(f"{out / 'patches'} is not empty")
     edited = sorted({edit.file for commit in manifest.commits for edit in commit.edits})
-    repo = Repository.of(tree, out / "tree", edited)
+    repo = Repository.of(tree, out / "tree", edited, author)
     stack = Stack(tree, repo, repo.head())
     chosen = [commit for commit in manifest.commits if commit.serves(tree.release)]
     stack.left_out = [commit for commit in manifest.commits if commit not in chosen]
@@ -159,7 +165,9 @@ def _edit(edit: Edit, root: Path, commit: Commit, manifest: Manifest) -> None:
     if not path.is_file():
         raise StackError(f"{commit.title!r}: the tree has no {edit.file}")
     text = flag_lines(manifest.flags_left_out) if edit.generator == "flags" else edit.text
-    path.write_text(apply_edit(path.read_text(), edit, text))
+    before = path.read_text()
+    after = apply_edit(before, edit, text)
+    path.write_text(formatted_change(before, after) if path.suffix == ".py" else after)
 
 
 def _check_layer(commit: Commit, reached: int) -> int:

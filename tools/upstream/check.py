@@ -63,17 +63,28 @@ def check_stack(
         raise StackError("a checkout has no binaries of this commit; check an installed torch")
     link_rest(stack.tree, stack.repository.root)
     problems = []
-    for number, built in enumerate(stack.commits, 1):
-        if numbers and number not in numbers:
-            continue
-        problem = _check_commit(stack, built, timeout_s, python)
-        tell(
-            f"{number:3} {built.lines:4} lines  {'FAILED' if problem else 'ok'}  {built.commit.title}"
-        )
-        if problem:
-            problems.append(f"{number} {built.commit.title}: {problem}")
-    stack.repository.git("checkout", "-q", "comm_overlap")
+    try:
+        for number, built in enumerate(stack.commits, 1):
+            if numbers and number not in numbers:
+                continue
+            problem = _problem_of(stack, built, timeout_s, python)
+            told = "FAILED" if problem else "ok"
+            tell(f"{number:3} {built.lines:4} lines  {told}  {built.commit.title}")
+            if problem:
+                problems.append(f"{number} {built.commit.title}: {problem}")
+    finally:
+        stack.repository.git("reset", "-q", "--hard")
+        stack.repository.git("checkout", "-q", "comm_overlap")
     return problems
+
+
+def _problem_of(stack: Stack, built: Built, timeout_s: float, python: str) -> str:
+    try:
+        return _check_commit(stack, built, timeout_s, python)
+    except subprocess.TimeoutExpired:
+        return f"not done after {timeout_s:g} s"
+    except OSError as error:  # there is no such interpreter
+        raise StackError(f"{python}: {error.strerror}") from error
 
 
 def _check_commit(stack: Stack, built: Built, timeout_s: float, python: str) -> str:

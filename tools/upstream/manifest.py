@@ -244,6 +244,8 @@ def _check(manifest: Manifest) -> None:
         ours = (commit.modules, commit.moved, commit.support, commit.new, commit.tests)
         if not any((*ours, commit.edits)):
             raise StackError(f"{commit.title!r}: nothing is in it")
+        if commit.fault and commit.measured is None:
+            raise StackError(f"{commit.title!r}: a fix says what was measured")
         if bool(commit.versions) != bool(commit.absent):
             raise StackError(f"{commit.title!r}: versions and absent go together")
         for version in commit.versions:

@@ -11,6 +11,7 @@ from upstream.errors import StackError
 from upstream.manifest import Commit, Measured
 
 _WIDTH = 80
+_UNMEASURED = "Nothing by itself: until the flags come, no compile reaches it."
 
 
 def message(
@@ -35,13 +36,19 @@ def message(
         "What it gives up:\n" + _wrapped(commit.gives_up),
         "What it gains:\n" + _wrapped(commit.gains),
     ]
-    if commit.replaces:
-        rows = [f"| `{old}` | `{new}` |" for old, new in commit.replaces]
-        parts.append("\n".join(["| old | new |", "|---|---|", *rows]))
-    if commit.measured is not None:
-        parts.append("Measured:\n" + measured_table(commit.measured, repository))
+    parts.append("\n".join(["| old | new |", "|---|---|", *_old_and_new(commit, files)]))
+    table = measured_table(commit.measured, repository) if commit.measured else _UNMEASURED
+    parts.append(f"Measured:\n{table}")
     parts.append("Test Plan:\n" + _plan(tests, later))
     return "\n\n".join(parts) + "\n"
+
+
+def _old_and_new(commit: Commit, files: Sequence[str]) -> list[str]:
+    """Rows of the table; what has nothing in torch to stand for is new."""
+    if commit.replaces:
+        return [f"| `{old}` | `{new}` |" for old, new in commit.replaces]
+    added = [path for path in files if path.startswith("torch/")] or list(files)
+    return [f"| (none) | `{path}` |" for path in added]
 
 
 def measured_table(measured: Measured, repository: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,20 @@ CONFIG = Path(__file__).parent / "pytorch_rules.toml"
 def formatted(source: str) -> str:
     """``source`` in the tree's line length."""
     return _run(["format", "-q", "--stdin-filename", "generated.py", "-"], source)
+
+
+def formatted_change(before: str, after: str) -> str:
+    """``after`` with the lines formatted that differ from ``before``, and no others: what the
+    maintainers' formatter made of the rest may differ from what this one would."""
+    old, new = before.splitlines(), after.splitlines()
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    changed = [code for code in matcher.get_opcodes() if code[0] != "equal"]
+    if not changed:
+        return after
+    first, last = changed[0][3], max(changed[-1][4], changed[0][3] + 1)
+    span = f"{first + 1}:1-{min(last + 2, len(new))}:1"
+    command = ["format", "-q", "--range", span, "--stdin-filename", "changed.py", "-"]
+    return _run(command, after)
 
 
 def tidy(files: Sequence[Path]) -> None:

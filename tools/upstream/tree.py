@@ -22,13 +22,12 @@ from upstream.errors import StackError, UnknownTreeError
 #: Folders of an installed torch whose Python files go under git; others only file by file.
 COPIED = ("torch/_inductor",)
 _INSTALLED_VERSION = re.compile(r"^__version__\s*=\s*['\"]([^'\"]+)", re.MULTILINE)
+#: Nobody's: who submits says who they are.
+AUTHOR = "comm_overlap <comm_overlap@localhost>"
+_AUTHOR = re.compile(r"([^<>\n]*[^<>\s]) <([^<>\s]+@[^<>\s]+)>")
 _GIT_ENVIRONMENT = {
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_CONFIG_SYSTEM": os.devnull,
-    "GIT_AUTHOR_NAME": "torch_patches",
-    "GIT_AUTHOR_EMAIL": "torch_patches@localhost",
-    "GIT_COMMITTER_NAME": "torch_patches",
-    "GIT_COMMITTER_EMAIL": "torch_patches@localhost",
     "GIT_AUTHOR_DATE": "2026-01-01T00:00:00Z",
     "GIT_COMMITTER_DATE": "2026-01-01T00:00:00Z",
 }
@@ -72,7 +71,9 @@ def find_tree(given: str, known: Sequence[str], download_to: Path) -> TorchTree:
         _known_release(given, known, f"torch {given}")
         return _open(_of_version(given, download_to), known)
     path = Path(given).expanduser().resolve()
-    candidates = [path, path.parent, *sorted(path.glob("lib/python*/site-packages"))]
+    candidates = [path, *sorted(path.glob("lib/python*/site-packages"))]
+    if path.name == "torch":
+        candidates.append(path.parent)
     for root in candidates:
         if (root / "torch" / "_inductor" / "config.py").is_file():
             return _open(root, known)
@@ -130,28 +131,34 @@ def _of_version(version: str, download_to: Path) -> Path:
 class Repository:
     """The git repository that the stack is built in."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, author: str = AUTHOR) -> None:
         self.root = root
+        self.environment = git_environment(author)
 
     @classmethod
-    def of(cls, tree: TorchTree, root: Path, edited: Iterable[str]) -> Repository:
+    def of(
+        cls, tree: TorchTree, root: Path, edited: Iterable[str], author: str = AUTHOR
+    ) -> Repository:
         """Clones a checkout, or copies what the stack can touch of an installed torch.
 
         Args:
             tree: where from.
             root: a folder that does not exist or is empty.
             edited: paths of further files that the stack changes.
+            author: of the commits, as "Name <mail>".
 
         Raises:
-            StackError: the folder is not empty.
+            StackError: the folder is not empty, or the author has another form.
         """
         if root.exists() and any(root.iterdir()):
             raise StackError(f"{root} is not empty")
-        made = cls(root)
+        made = cls(root, author)
         if tree.is_checkout:
             root.parent.mkdir(parents=True, exist_ok=True)
             clone = ["git", "clone", "-q", "--shared", str(tree.root), str(root)]
-            done = subprocess.run(clone, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                clone, env=made.environment, capture_output=True, text=True, check=False
+            )
             if done.returncode:
                 raise StackError(f"git clone: {done.stderr.strip()}")
             made.git("checkout", "-q", "-b", "comm_overlap")
@@ -168,6 +175,7 @@ class Repository:
             if (tree.root / path).is_file() and not (root / path).exists():
                 (root / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(tree.root / path, root / path)
+        _make_writable(root)
         made.git("init", "-q", "-b", "comm_overlap")
         made.git("add", "-A")
         made.git("commit", "-q", "-m", f"torch {tree.version}")
@@ -182,7 +190,7 @@ class Repository:
         done = subprocess.run(
             ["git", "-c", "core.autocrlf=false", *arguments],
             cwd=self.root,
-            env={**os.environ, **_GIT_ENVIRONMENT},
+            env=self.environment,
             input=text,
             capture_output=True,
             text=True,
@@ -200,6 +208,28 @@ class Repository:
         """Added and removed lines of a commit."""
         rows = self.git("show", "--numstat", "--format=", commit).splitlines()
         return sum(int(number) for row in rows for number in row.split("\t")[:2])
+
+
+def git_environment(author: str) -> dict[str, str]:
+    """For git on a repository of ours: nothing of the user's, whose hooks and aliases set
+    ``GIT_DIR`` and more.
+
+    Raises:
+        StackError: the author is not "Name <mail>".
+    """
+    match = _AUTHOR.fullmatch(author)
+    if match is None:
+        raise StackError(f"{author!r} is no author: give 'Name <name@example.org>'")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    who = {f"GIT_{role}_NAME": match[1] for role in ("AUTHOR", "COMMITTER")}
+    mail = {f"GIT_{role}_EMAIL": match[2] for role in ("AUTHOR", "COMMITTER")}
+    return {**kept, **_GIT_ENVIRONMENT, **who, **mail}
+
+
+def _make_writable(root: Path) -> None:
+    """Copies have the mode of what they are of, and an installed torch may be read only."""
+    for path in (root, *root.rglob("*")):
+        path.chmod(path.stat().st_mode | 0o200)
 
 
 def _only_python(folder: str, names: list[str]) -> list[str]:

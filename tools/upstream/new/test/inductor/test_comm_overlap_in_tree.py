@@ -75,8 +75,11 @@ class TestInTree(TestCase):
 
     def test_nothing_is_imported_at_the_defaults(self):
         code = (
-            "import torch, sys; from torch._inductor import compile_fx, codecache; "
-            "from torch._inductor.fx_passes import joint_graph, post_grad; "
+            "import torch, sys; from torch._inductor.utils import fresh_cache; "
+            "step = torch.compile(lambda x: (x @ x).sin()); x = torch.ones(4, 4, requires_grad=True)\n"
+            "with fresh_cache(): step(x).sum().backward()\n"
+            "assert 'torch._inductor.fx_passes.joint_graph' in sys.modules\n"
+            "assert 'torch._inductor.codecache' in sys.modules\n"
             "sys.exit(any('comm_overlap' in name for name in sys.modules))"
         )
         self.assertEqual(subprocess.run([sys.executable, "-c", code]).returncode, 0)
@@ -111,6 +114,38 @@ class TestInTree(TestCase):
             with mock.patch(entry) as torchs:
                 self.post_grad(enable_overlap_scheduling=True, bucketing_mode=mode)
             self.assertEqual(torchs.call_count, calls)
+
+    def test_passes_that_bucket_too_run_only_where_no_mode_is_set(self):
+        flag, entry = (
+            "bucket_all_gathers_fx",
+            "torch._inductor.fx_passes.bucketing.bucket_all_gather",
+        )
+        for mode, calls in (("none", 1), ("topo_span", 0)):
+            in_tree._warn_unread.cache_clear()
+            with (
+                mock.patch(entry) as bucket,
+                mock.patch.object(in_tree.log, "warning") as warning,
+                config.patch({flag: "all"}),
+            ):
+                self.post_grad(bucketing_mode=mode)
+                self.post_grad(bucketing_mode=mode)
+            self.assertEqual(bucket.call_count, 2 * calls)
+            self.assertEqual(warning.call_count, 1 - calls)
+            self.assertIn(flag, str(warning.call_args_list) if warning.called else flag)
+
+    def test_cache_key_sees_names_where_they_decide(self):
+        """Two graphs that differ in the name of the module only, before they are tagged."""
+
+        def facts(path):
+            gm = self.graph()
+            for node in gm.graph.nodes:
+                node.meta["nn_module_stack"] = {str(id(gm)): (path, torch.nn.Linear)}
+            return in_tree.cache_facts(gm)
+
+        for mode, same in (("topo_span", True), ("transformer_block", False)):
+            with flags(bucketing_mode=mode):
+                self.assertEqual(facts("layers.0"), facts("layers.0"))
+                self.assertEqual(facts("layers.0") == facts("layers.1"), same)
 
     def test_joint_graph_is_tagged_first(self):
         order = []

@@ -6,8 +6,11 @@ compiled graph takes :func:`cache_facts`, all only where a flag asks for it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
 import uuid
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +23,11 @@ from torch._inductor.fx_passes.comm_overlap.flag_checks import Unacceptable
 from torch._inductor.fx_passes.comm_overlap.flags import FLAGS, Flag, FlagError
 from torch._inductor.fx_passes.comm_overlap.options import Options
 from torch._inductor.fx_passes.comm_overlap.passes.tagging import is_tagged
+
+log = logging.getLogger(__name__)
+
+#: Flags of passes that make buckets too, and do not where ``bucketing_mode`` is set.
+_OTHER_BUCKETING = ("bucket_all_gathers_fx", "bucket_reduce_scatters_fx", "bucket_all_reduces_fx")
 
 
 def read_options() -> Options:
@@ -69,10 +77,23 @@ def run_joint(graph: fx.Graph) -> None:
 
 def run_post_grad(graph: fx.Graph) -> None:
     """Buckets and schedules the collectives of a forward, backward or inference graph."""
-    pipeline.run_post_grad(graph, read_options())
+    options = read_options()
+    if options.bucketing_mode != "none":
+        unread = [name for name in _OTHER_BUCKETING if getattr(config, name, "none") != "none"]
+        dist: Any = config.aten_distributed_optimizations
+        if dist.enable_overlap_scheduling:
+            unread.append("aten_distributed_optimizations.enable_overlap_scheduling")
+        if unread:
+            _warn_unread(", ".join(unread), options.bucketing_mode)
+    pipeline.run_post_grad(graph, options)
 
 
-def cache_facts(gm: fx.GraphModule) -> str:
+@functools.cache  # once for each sentence
+def _warn_unread(names: str, mode: str) -> None:
+    log.warning("without effect, because bucketing_mode = %r: %s", mode, names)
+
+
+def cache_facts(gm: fx.GraphModule | None) -> str:
     """What a plan reads and neither code nor config show: tags, module names, sizes of groups.
 
     Text that no other graph has where a compile must not come from a cache: where ranks compare
@@ -82,9 +103,27 @@ def cache_facts(gm: fx.GraphModule) -> str:
         return uuid.uuid4().hex
     facts = [repr(options), repr(_group_sizes())]
     # Before AOTAutograd has made it a joint graph there are no tags, and none may be made.
-    if is_tagged(gm.graph):
+    if gm is not None and is_tagged(gm.graph):
         facts.append(pipeline.tags_digest(gm, (), options))
+    elif gm is not None and options.reads_modules:
+        facts += _names(gm)
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()
+
+
+def _names(gm: fx.GraphModule) -> Iterator[str]:
+    """What a graph of Dynamo knows of inputs and modules, in the order of its nodes."""
+    for inner in gm.modules():
+        for node in inner.graph.nodes if isinstance(inner, fx.GraphModule) else ():
+            source = getattr(node, "_dynamo_source", None)
+            if source is not None:
+                yield f"{node.op} {source.name}"
+            # The keys are ids of objects, which no other process has.
+            for path, kind in (node.meta.get("nn_module_stack") or {}).values():
+                module = getattr(kind, "__module__", "")
+                yield f"module {path} {module}.{getattr(kind, '__qualname__', kind)}"
+            custom = node.meta.get("custom")
+            if isinstance(custom, Mapping) and "module_fqn" in custom:
+                yield f"module_fqn {custom['module_fqn']}"
 
 
 def _group_sizes() -> list[tuple[str, int]]:
