@@ -2,9 +2,10 @@
 #   TORCH_PATCHES_PYTHON   an interpreter or virtual environment to use instead of .venv
 #   TORCH_INDEX_URL        where torch comes from, e.g. https://download.pytorch.org/whl/cpu
 #   PYTEST_ARGS            further arguments for pytest
+#   MATRIX_ARGS            arguments of tools/test_matrix.py, for make test-matrix
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint unit environment clean
+.PHONY: help demo test test-matrix lint unit environment clean
 
 # The interpreter that starts the bootstrap; any Python 3.8 or newer reads its messages.
 BOOTSTRAP_PYTHON ?= python3
@@ -15,6 +16,7 @@ help:
 	@echo "make demo    train a small model on two CPU processes, with and without bucketing"
 	@echo "make test    lint, types and all tests"
 	@echo "make lint    lint and types only"
+	@echo "make test-matrix   all tests on each supported torch (gigabytes; see tools/test_matrix.py)"
 	@echo "make clean   remove .venv, caches and reports"
 
 demo: environment
@@ -30,6 +32,9 @@ lint: environment
 # A file's tests stay in one worker, so that what a module sets up once is set up once.
 unit: environment
 	$(PYTHON) -m pytest -x -n 2 --dist loadfile --durations=15 $(PYTEST_ARGS)
+
+test-matrix:
+	$(BOOTSTRAP_PYTHON) tools/test_matrix.py $(MATRIX_ARGS)
 
 environment:
 	@$(BOOTSTRAP_PYTHON) tools/bootstrap.py
