@@ -9,7 +9,6 @@ import torch.fx as fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-import torch_patches
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import compute_costs, flops
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import DEVICES, Device, Link
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.fusion import memory_traffic
@@ -269,7 +268,7 @@ def test_custom_estimation_that_raises_raises() -> None:
         raise KeyError(node.name)
 
     with pytest.raises(EstimationError, match="custom_runtime_estimation raised KeyError"):
-        torch_patches.optimize_graph(gm, bucketing_mode="auto", custom_runtime_estimation=faulty)
+        RuntimeModel(custom=faulty).node_costs(gm.graph, collect(gm.graph))
 
 
 def test_bucket_costs_less_than_its_members_apart() -> None:

@@ -106,8 +106,13 @@ def _cast_together(
     casts = [payload[place] for place in places]
     donor = members[places[0]].start
     # What is copied *into* only gives the layout; Inductor never computes it.
-    copies = [fake_copy(cast.meta["val"]) for cast in casts]
-    together = emitter.call(aten._foreach_copy.default, (casts, casts), donor, copies)
+    target, pair = aten._foreach_copy.default, (casts, casts)
+    if all(cast.meta["val"].is_contiguous() for cast in casts):
+        copies = [fake_copy(cast.meta["val"]) for cast in casts]
+        together = emitter.call(target, pair, donor, copies)
+    else:
+        together = emitter.compute(target, pair, donor)
+        copies = list(together.meta["val"])
     parts = [together]
     result = list(payload)
     for number, (place, value) in enumerate(zip(places, copies, strict=True)):
@@ -122,7 +127,7 @@ def _cast_together(
 
 def _is_cast_of_input(payload: fx.Node, ordered: Set[fx.Node]) -> bool:
     value = payload.meta["val"]
-    if has_symbols(value) or value.numel() == 0 or not value.is_contiguous():
+    if has_symbols(value) or value.numel() == 0:
         return False
     found = cast_in_front(payload, ordered)
     node = None if found is None else first_argument(found.cast)
