@@ -52,14 +52,14 @@ FREE = Limits(1 << 50, prefetch_kernels=None)
 ROWS, WIDTH = 2560, 2560
 
 
-def backward(layers: int) -> torch.fx.GraphModule:
+def backward(layers: int, scatter_group: str = "g") -> torch.fx.GraphModule:
     """gather -> mm -> scatter of each layer; the result's gradient is as large as the weight."""
     b = GraphBuilder()
     h = b.placeholder(ROWS, WIDTH)
     reduced = []
     for _ in range(layers):
         h = b.call(aten.mm, h, b.gather_and_wait(b.placeholder(ROWS // 2, WIDTH), 2, "g"))
-        reduced.append(b.scatter_and_wait(h, "sum", 2, "g"))
+        reduced.append(b.scatter_and_wait(h, "sum", 2, scatter_group))
     return b.output(h, *reduced)
 
 
@@ -157,6 +157,20 @@ def test_program_keeps_the_caps_on_bytes_span_and_flight() -> None:
     gathers = list(track.gathers)
     bound = sizes_of(track, keys_of(track, 1600), by_first={gathers[0]: 100 * MIB})
     assert bound[gathers[0]] <= 2 < free[gathers[0]]  # half of that, as another one is in flight
+
+
+@pytest.mark.parametrize(("scatter_group", "comes_first"), [("g", True), ("h", False)])
+def test_program_comes_last_where_groups_get_in_each_others_way(
+    scatter_group: str, comes_first: bool
+) -> None:
+    """It plans each key alone: a search among several groups does not end with it."""
+    track = track_of(backward(12, scatter_group), model_of(1.0, 5.0, 100.0))
+    names = [way.name for way in CapSearch(track, AUTO, FREE).ways()]
+    by_program = ["dynamic" in name for name in names]
+    assert any(by_program)
+    first = by_program.index(True)
+    assert all(by_program[first:])
+    assert (len(names) <= 5) is comes_first
 
 
 def test_program_counts_two_buckets_of_memory() -> None:

@@ -124,6 +124,8 @@ class CapSearch:
                 most = max(self._largest.get(candidate.key, 0), candidate.size_bytes)
                 self._largest[candidate.key] = most
         self._is_gather = [key.kind is CollectiveKind.ALL_GATHER for key in self._largest]
+        # The dynamic program plans each key alone; buckets of several groups get in each other's way.
+        self._is_one_group = len({key.group for key in self._largest}) == 1
         self._fitting = fitting_bytes(track, limits)
         self._tried: dict[Sizes, Way] = {}
         self._ways: dict[tuple[tuple[object, ...], ...], Way] = {}  # by form and members of buckets
@@ -156,7 +158,8 @@ class CapSearch:
 
     def _is_settled(self, sizes: Sizes) -> bool:
         """The dynamic program has chosen from all sizes, and memory allows it."""
-        return sizes.dynamic and not excess_bytes(self._try(sizes), self._limits)
+        chosen = sizes.dynamic and self._is_one_group
+        return chosen and not excess_bytes(self._try(sizes), self._limits)
 
     def _is_host_bound(self, sizes: Sizes) -> bool:
         timeline = self._try(sizes).schedule.timeline
@@ -184,8 +187,11 @@ class CapSearch:
         kinds = [tuple(p for p in every if self._is_gather[p] is kind) for kind in (False, True)]
         groups = dict.fromkeys((every, *kinds, *((place,) for place in every)))
         sized = [_Move(p, *by) for p in groups if p for by in ((2, 1), (1, 2))]
-        ends = (_Move(tapers=True), _Move(cuts=True))
-        return [*self._copying([every, *kinds]), _Move(cuts=True, widens=True), *sized, *ends]
+        ends = [_Move(tapers=True), _Move(cuts=True)]
+        copies, wide = self._copying([every, *kinds]), _Move(cuts=True, widens=True)
+        if self._is_one_group:
+            return [*copies, wide, *sized, *ends]
+        return [*copies, *sized, *ends, wide]
 
     def _copying(self, kinds: Sequence[tuple[int, ...]]) -> list[_Move]:
         """Where the form is left to the pass: keys that have both."""
