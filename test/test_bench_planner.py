@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.fx as fx
 
+from torch_patches import _compat
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import DEVICES
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import (
     HostCosts,
@@ -248,6 +249,7 @@ def run(bench: ModuleType, capsys: pytest.CaptureFixture[str], *arguments: str) 
     return [json.loads(line) for line in lines if line.startswith("{")], lines
 
 
+@pytest.mark.skipif(not _compat.has_prebucketing(), reason="torch < 2.13: not what is compared")
 def test_both_planners_are_judged_on_the_same_graph(
     bench: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -297,6 +299,7 @@ def check_losses(lines: list[str], before: dict, ours: dict, better: float) -> N
     assert loses["exposed between"] > 0
 
 
+@pytest.mark.skipif(not _compat.has_prebucketing(), reason="torch < 2.13: not what is compared")
 def test_an_exception_of_torch_is_a_row(
     bench: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,6 +312,7 @@ def test_an_exception_of_torch_is_a_row(
     assert "ours / torch's better setting, ms: no graph (largest none)" in lines
 
 
+@pytest.mark.skipif(not _compat.has_prebucketing(), reason="torch < 2.13: not what is compared")
 def test_means_leave_out_what_has_no_collectives(
     bench: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -318,6 +322,7 @@ def test_means_leave_out_what_has_no_collectives(
     assert "ours / torch's better setting, ms: no graph (largest none)" in lines
 
 
+@pytest.mark.skipif(not _compat.has_prebucketing(), reason="torch < 2.13: not what is compared")
 def test_torch_can_decide_by_our_times(
     bench: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,8 +17,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch._inductor import comm_analysis, config
 from torch._inductor import utils as inductor_utils
-from torch._inductor.fx_passes import overlap_manual_scheduling, overlap_scheduling
-from torch._inductor.fx_passes.fsdp import pre_bucket_fsdp_collectives
+from torch._inductor.fx_passes import fsdp, overlap_manual_scheduling, overlap_scheduling
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -142,7 +141,7 @@ def manual(gm: fx.GraphModule, plan: Sequence[list[str] | str], device: Device) 
 
 def _pre_bucketed(gm: fx.GraphModule) -> None:
     """torch's FSDP pre-bucketing alone, so that the nodes it makes can be given our times too."""
-    pre_bucket_fsdp_collectives(gm)
+    fsdp.pre_bucket_fsdp_collectives(gm)
     stable_topological_sort(gm.graph)
 
 

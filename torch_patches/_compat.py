@@ -155,6 +155,14 @@ def runs_control_deps() -> bool:
     return DispatchKey.CompositeExplicitAutograd in control_deps.py_kernels
 
 
+def sends_strided_payloads() -> bool:
+    """Whether collectives take a payload that is not contiguous, run without Inductor (from 2.12).
+
+    Asked by tests; drop it when the minimum is 2.12.
+    """
+    return torch_release() >= (2, 12)
+
+
 # -- process groups and DTensors ------------------------------------------------------------------
 
 
@@ -214,6 +222,16 @@ def has_drop_in_signatures() -> bool:
     Asked by tests; drop it with :data:`DROPPED_ARGUMENTS` when the minimum is 2.13.
     """
     return torch_release() >= (2, 13)
+
+
+def has_prebucketing() -> bool:
+    """Whether torch buckets FSDP's collectives before it schedules (from 2.13 on).
+
+    Asked by the benchmarks and their tests; drop it when the minimum is 2.13.
+    """
+    from torch._inductor.fx_passes import fsdp
+
+    return hasattr(fsdp, "pre_bucket_fsdp_collectives")
 
 
 def names_given(graph: torch.fx.Graph) -> int:

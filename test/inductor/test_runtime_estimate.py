@@ -8,6 +8,7 @@ import torch
 import torch.fx as fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import flop_counter
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import compute_costs, flops
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import DEVICES, Device, Link
@@ -121,6 +122,28 @@ def test_flops_of_attention_are_those_of_its_two_products() -> None:
     q = b.placeholder(1, 2, 8, 16)
     out = b.call(aten._scaled_dot_product_flash_attention_for_cpu, q, q, q)
     assert flops(out) == 2 * (2 * 2 * 8 * 8 * 16)
+
+
+def test_keys_count_for_every_query_head_that_shares_them() -> None:
+    """4 query heads on 2 keys: as many operations as 4 on 4.  torch 2.11 alone refuses to count it."""
+    b = GraphBuilder()
+    q, k = b.placeholder(1, 4, 8, 16), b.placeholder(1, 2, 8, 16)
+    out = b.call(aten._scaled_dot_product_flash_attention_for_cpu, q, k, k)
+    assert flops(out) == 4 * (2 * 2 * 8 * 8 * 16)
+
+
+def test_what_a_formula_refuses_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass goes on by memory alone, as for an op without a formula."""
+
+    def refuses(*args: object, **kwargs: object) -> int:
+        raise AssertionError("shapes are incompatible")
+
+    b = GraphBuilder()
+    q = b.placeholder(1, 2, 8, 16)
+    out = b.call(aten._scaled_dot_product_flash_attention_for_cpu, q, q, q)
+    packet = aten._scaled_dot_product_flash_attention
+    monkeypatch.setitem(flop_counter.flop_registry, packet, refuses)
+    assert flops(out) == 0
 
 
 def test_larger_of_arithmetic_and_memory_counts() -> None:

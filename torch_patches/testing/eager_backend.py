@@ -17,12 +17,19 @@ from functorch.compile import make_boxed_func
 from torch._inductor import compile_fx as compile_fx_module
 from torch._inductor import config as inductor_config
 
+from torch_patches import _compat
+from torch_patches.config import PREFIX
+
+HOLDS_ORDER = f"{PREFIX}insert_overlap_deps"
+
 
 def post_grad_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """See the module."""
     # Looked up at call time: that is where the hook sits.
     compile_fx: Callable[..., Any] = compile_fx_module.compile_fx
-    return compile_fx(gm, example_inputs, inner_compile=_run_eagerly)
+    patches = {} if _compat.runs_control_deps() else {HOLDS_ORDER: False}
+    with inductor_config.patch(patches):
+        return compile_fx(gm, example_inputs, inner_compile=_run_eagerly)
 
 
 def _run_eagerly(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.fx as fx
@@ -32,6 +32,9 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import decision_
 
 #: Position of the first matrix among the arguments of a product.
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0, "_int_mm": 0}
+_ATTENTION = "_scaled_dot_product"
+#: What a formula raises for arguments that it cannot count; 0 is said of these.
+_NOT_COUNTED = (AssertionError, AttributeError, IndexError, TypeError, ValueError)
 #: Name of an op and shapes of its arguments and result -> operations.
 _KnownFlops = dict[tuple[str, str, str], int]
 
@@ -134,11 +137,31 @@ def _flops_by_formula(node: fx.Node, formula: Callable[..., object]) -> int:
     result = node.meta.get("val")
     if _any_symbolic([*args, *kwargs.values(), result]):
         return 0
+    given: Sequence[object] = args
+    if str(traits_of(node.target).name).startswith(_ATTENTION):
+        given = _with_equal_heads(args)
     try:
-        counted = formula(*args, **kwargs, out_val=result)
-    except (AttributeError, IndexError, TypeError, ValueError):  # an overload it does not know
+        counted = formula(*given, **kwargs, out_val=result)
+    except _NOT_COUNTED:
         return 0
     return int(counted) if isinstance(counted, (int, float)) else 0
+
+
+def _with_equal_heads(args: Sequence[object]) -> list[object]:
+    """Attention with each key and value counted for every query head that shares it, which torch's
+    formula does from 2.12 on; 2.11 refuses it.  Formulas take shapes in the place of tensors."""
+    heads = max((a.shape[1] for a in args if _has_heads(a)), default=0)
+    return [_of_heads(a, heads) if _has_heads(a) else a for a in args]
+
+
+def _has_heads(value: object) -> TypeGuard[torch.Tensor]:
+    """(batch, heads, rows, columns)"""
+    return isinstance(value, torch.Tensor) and value.dim() == 4
+
+
+def _of_heads(value: torch.Tensor, heads: int) -> torch.Size:
+    batch, _, rows, columns = value.shape
+    return torch.Size((batch, heads, rows, columns))
 
 
 def _any_symbolic(values: Sequence[object]) -> bool:
