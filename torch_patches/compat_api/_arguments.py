@@ -21,6 +21,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     SCHEDULED_MARK,
     collective_kind,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import ResultBytes
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
 from torch_patches._inductor.fx_passes.comm_overlap.notices import (
     RANK_LOCAL_ERRORS,
@@ -111,8 +112,10 @@ class ScaledModel(RuntimeModel):
 
     compute_scale: float = 1.0
 
-    def node_costs(self, graph: fx.Graph, skeleton: Skeleton) -> dict[fx.Node, ComputeCost]:
-        costs = super().node_costs(graph, skeleton)
+    def node_costs(
+        self, graph: fx.Graph, skeleton: Skeleton, sizes: ResultBytes | None = None
+    ) -> dict[fx.Node, ComputeCost]:
+        costs = super().node_costs(graph, skeleton, sizes)
         return {node: replace(c, ms=c.ms * self.compute_scale) for node, c in costs.items()}
 
 

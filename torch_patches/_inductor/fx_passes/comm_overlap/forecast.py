@@ -26,6 +26,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Tim
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import PART_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    ResultBytes,
     is_cast,
     is_joint_copy,
     op_name,
@@ -42,6 +43,7 @@ class Forecast:
         skeleton, model, costs, live: what it was made from; inputs die in ``live``.
         held: live bytes with all inputs held by the caller.
         timeline: the simulated run.
+        sizes: bytes of results, for the next forecast.
     """
 
     order: tuple[fx.Node, ...]
@@ -51,6 +53,7 @@ class Forecast:
     live: LiveBytes
     held: LiveBytes
     timeline: Timeline
+    sizes: ResultBytes
 
     @property
     def peak_bytes(self) -> int:
@@ -64,28 +67,37 @@ class Forecast:
 
 
 def forecast(
-    graph: fx.Graph, skeleton: Skeleton, model: RuntimeModel, *, eager: bool = False
+    graph: fx.Graph,
+    skeleton: Skeleton,
+    model: RuntimeModel,
+    *,
+    eager: bool = False,
+    sizes: ResultBytes | None = None,
 ) -> Forecast:
     """Estimates the graph as it stands; near-linear.
 
     Args:
         eager: memory as PyTorch needs it op by op, see ``memory.peak_bytes``.
+        sizes: of a forecast of the same graph, from which only plans were applied to it.
     """
+    sizes = ResultBytes() if sizes is None else sizes
     # What a bucket is made of is the same on all ranks: it does work, and has the size it has.
-    buckets = {n for n in graph.nodes if PART_MARK in n.meta or BUCKET_MARK in n.meta}
+    buckets = {n for n in graph.nodes if _is_bucket(n.meta)}
     working = replace(skeleton, idle=skeleton.idle - buckets)
     found = shared_shard_bytes(skeleton)
     shards = {node: size for node, size in found.items() if node not in buckets}
-    costs = with_shared_costs(model.node_costs(graph, working), shards, working, model)
+    costs = with_shared_costs(model.node_costs(graph, working, sizes), shards, working, model)
     parameters = frozenset(node for node in shards if node.op == "placeholder")
     # Pads and cuts of shards, which ranks with a short shard have and others have not; pads also of
     # what is gathered and no parameter.
     passed_on = {n for n in working.idle if n in shards or _is_pad(n)}
     passed_on |= _computed_in_buckets(buckets)
-    held, live = live_bytes_each(graph, parameters, sizes=shards, eager=eager, idle=passed_on)
+    held, live = live_bytes_each(
+        graph, parameters, sizes=shards, eager=eager, idle=passed_on, own_sizes=sizes
+    )
     order = tuple(graph.nodes)
     timeline = simulate(order, skeleton, model, costs)
-    return Forecast(order, skeleton, model, costs, live, held, timeline)
+    return Forecast(order, skeleton, model, costs, live, held, timeline, sizes)
 
 
 def joint_peak_bytes(graph: fx.Graph, skeleton: Skeleton, repeated: Set[fx.Node]) -> int:
@@ -95,6 +107,10 @@ def joint_peak_bytes(graph: fx.Graph, skeleton: Skeleton, repeated: Set[fx.Node]
     parameters = frozenset(node for node in sizes if node.op == "placeholder")
     held, _ = live_bytes_each(graph, parameters, sizes=sizes, idle=skeleton.idle & sizes.keys())
     return max(held.inputs, *held.at_node)
+
+
+def _is_bucket(meta: Mapping[str, object]) -> bool:
+    return PART_MARK in meta or BUCKET_MARK in meta
 
 
 def _computed_in_buckets(parts: Iterable[fx.Node]) -> set[fx.Node]:

@@ -242,7 +242,8 @@ class _Attempts:
         return self._track
 
     def _forecast(self, skeleton: Skeleton) -> Forecast:
-        return forecast(self._graph, skeleton, self._model, eager=self._options.run_eagerly)
+        eager, sizes = self._options.run_eagerly, self.before.sizes
+        return forecast(self._graph, skeleton, self._model, eager=eager, sizes=sizes)
 
     def _track_of(self, base: Forecast) -> Track:
         live = combined_live(base, self._caps.peak_bytes, self._caps.held_peak_bytes)

@@ -21,10 +21,10 @@ from torch.utils import flop_counter
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import Device
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.fusion import (
-    Traffic,
     memory_traffic,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    ResultBytes,
     tensors_of,
     traits_of,
 )
@@ -35,8 +35,6 @@ _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0, "_int
 _ATTENTION = "_scaled_dot_product"
 #: What a formula raises for arguments that it cannot count; 0 is said of these.
 _NOT_COUNTED = (AssertionError, AttributeError, IndexError, TypeError, ValueError)
-#: Name of an op and shapes of its arguments and result -> operations.
-_KnownFlops = dict[tuple[str, str, str], int]
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,10 @@ class ComputeCost:
 
 
 def compute_costs(
-    graph: fx.Graph, device: Device, idle: Set[fx.Node] = frozenset()
+    graph: fx.Graph,
+    device: Device,
+    idle: Set[fx.Node] = frozenset(),
+    sizes: ResultBytes | None = None,
 ) -> dict[fx.Node, ComputeCost]:
     """Cost of each node that computes; others, collectives among them, are not in it.
 
@@ -61,24 +62,28 @@ def compute_costs(
 
     Args:
         idle: nodes that count as views.
+        sizes: those known already; it is added to.
     """
-    known: _KnownFlops = {}
-    return {
-        node: ComputeCost(_milliseconds(node, traffic, device, known), int(traffic.launches))
-        for node, traffic in memory_traffic(graph, idle).items()
-        if not traits_of(node.target).communicates
-    }
+    counter = FlopCounter()
+    bytes_per_ms = device.dram_gb_per_s * device.dram_efficiency * 1e6
+    kernel_ms = device.kernel_us / 1e3
+    costs: dict[fx.Node, ComputeCost] = {}
+    for node, (read_bytes, written_bytes, launches) in memory_traffic(graph, idle, sizes).items():
+        if traits_of(node.target).communicates:
+            continue
+        ms = (read_bytes + written_bytes) / bytes_per_ms
+        if launches and kernel_ms > ms:
+            ms = kernel_ms
+        amount = counter.flops(node)
+        if amount:
+            ms = max(ms, _arithmetic_ms(node, amount, device))
+        costs[node] = ComputeCost(ms, int(launches))
+    return costs
 
 
-def _milliseconds(node: fx.Node, traffic: Traffic, device: Device, known: _KnownFlops) -> float:
-    moved = traffic.read_bytes + traffic.written_bytes
-    memory_ms = moved / (device.dram_gb_per_s * device.dram_efficiency * 1e6)
-    shortest = device.kernel_us / 1e3 if traffic.launches else 0.0
-    amount = flops(node, known)
-    if not amount:
-        return max(memory_ms, shortest)
+def _arithmetic_ms(node: fx.Node, amount: int, device: Device) -> float:
     rate = device.matmul_tflops(_operand_dtype(node)) * device.matmul_efficiency
-    return max(memory_ms, amount / (rate * 1e9), shortest)
+    return amount / (rate * 1e9)
 
 
 def _operand_dtype(node: fx.Node) -> torch.dtype:
@@ -88,27 +93,33 @@ def _operand_dtype(node: fx.Node) -> torch.dtype:
     return torch.float32
 
 
-def flops(node: fx.Node, known: _KnownFlops | None = None) -> int:
-    """Floating-point operations of a matrix product, convolution or attention; 0 of others.
+class FlopCounter:
+    """Counts operations; torch's formulas are looked up once, and asked once for equal arguments."""
 
-    Args:
-        known: what torch's formulas gave for equal arguments; it is read and added to.
-    """
-    traits = traits_of(node.target)
-    if traits.namespace != "aten" or traits.is_pointwise or traits.is_view:
-        return 0
-    name = str(traits.name)
-    if name in _PRODUCTS:
-        return _product_flops(node, _PRODUCTS[name])
-    formula = _formula(name)
-    if formula is None:
-        return 0
-    known = {} if known is None else known
-    shapes = fx.node.map_arg((node.args, node.kwargs), _shapes_of)
-    key = (name, repr(shapes), repr(_shapes_of(node)))
-    if key not in known:
-        known[key] = _flops_by_formula(node, formula)
-    return known[key]
+    def __init__(self) -> None:
+        self._formulas: dict[str, Callable[..., object] | None] = {}
+        # By name of an op and shapes of its arguments and result.
+        self._known: dict[tuple[str, str, str], int] = {}
+
+    def flops(self, node: fx.Node) -> int:
+        """Floating-point operations of a matrix product, convolution or attention; 0 of others."""
+        traits = traits_of(node.target)
+        if traits.namespace != "aten" or traits.is_pointwise or traits.is_view:
+            return 0
+        name = str(traits.name)
+        if name in _PRODUCTS:
+            return _product_flops(node, _PRODUCTS[name])
+        if name not in self._formulas:
+            self._formulas[name] = _formula(name)
+        formula = self._formulas[name]
+        return 0 if formula is None else self._by_formula(node, name, formula)
+
+    def _by_formula(self, node: fx.Node, name: str, formula: Callable[..., object]) -> int:
+        shapes = fx.node.map_arg((node.args, node.kwargs), _shapes_of)
+        key = (name, repr(shapes), repr(_shapes_of(node)))
+        if key not in self._known:
+            self._known[key] = _flops_by_formula(node, formula)
+        return self._known[key]
 
 
 def _shapes_of(node: fx.Node) -> Any:

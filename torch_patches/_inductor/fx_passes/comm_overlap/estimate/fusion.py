@@ -14,21 +14,18 @@ lower bound of the traffic.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
-    does_work,
+    ResultBytes,
     first_argument,
     is_joint_copy,
     is_view,
     op_name,
-    tensors_of,
     traits_of,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import decision_bytes, tensor_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import data_inputs
 
 _FUSIBLE_NAMES = frozenset(
@@ -44,8 +41,7 @@ _FUSIBLE_NAMES = frozenset(
 _ROW_PICKERS = frozenset({"embedding", "gather", "index", "index_select"})
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Memory traffic of a node once regions are fused.
 
     Args:
@@ -71,90 +67,58 @@ def is_fusible(node: fx.Node) -> bool:
 
 def is_kernel(node: fx.Node) -> bool:
     """It computes something; views and pieces of results do not, wherever they stand."""
-    return node.op == "call_function" and does_work(node) and not is_view(node)
+    return node.op == "call_function" and not is_view(node)
 
 
-def memory_traffic(graph: fx.Graph, idle: Set[fx.Node] = frozenset()) -> dict[fx.Node, Traffic]:
+def memory_traffic(
+    graph: fx.Graph, idle: Set[fx.Node] = frozenset(), sizes: ResultBytes | None = None
+) -> dict[fx.Node, Traffic]:
     """Traffic of every node that computes.
 
     Args:
         idle: nodes that count as views, since only some ranks have them (pads of short shards).
+        sizes: those known already; it is added to.
     """
-    sources, sizes = _Sources(idle), _Sizes()
-    regions = _regions(graph, idle, sources)
-    last = {region: node for node, region in regions.items()}
-    seen: set[tuple[int, fx.Node]] = set()
+    sizes = ResultBytes() if sizes is None else sizes
+    sources, regions = _read(graph, idle)
+    joint = {region for node, region in regions.items() if region is not node}
+    seen: set[tuple[fx.Node, fx.Node]] = set()
     result: dict[fx.Node, Traffic] = {}
     for node, region in regions.items():
         read = 0
         views: dict[fx.Node, list[fx.Node]] = {}
         for view in node.all_input_nodes:
-            views.setdefault(sources.of(view), []).append(view)
+            views.setdefault(sources[view], []).append(view)
         for source, viewed in views.items():
-            if regions.get(source) == region or (region, source) in seen:
-                continue
-            seen.add((region, source))
+            if region in joint:
+                if regions.get(source) is region or (region, source) in seen:
+                    continue
+                seen.add((region, source))
             read += _read_bytes(node, source, viewed, idle, sizes)
-        written = sizes.of(node) if _leaves(node, regions, idle) else 0
-        result[node] = Traffic(read, written, last[region] is node)
+        written = sizes[node] if _leaves(node, regions) else 0
+        result[node] = Traffic(read, written, region is node)
     return result
 
 
-class _Sizes:
-    """Bytes of results; most are asked for by several readers."""
-
-    def __init__(self) -> None:
-        self._known: dict[fx.Node, int] = {}
-
-    def of(self, node: fx.Node) -> int:
-        known = self._known.get(node)
-        if known is None:
-            value = node.meta.get("val")
-            tensors = (value,) if isinstance(value, torch.Tensor) else tensors_of(value)
-            known = self._known[node] = sum([decision_bytes(tensor_bytes(t)) for t in tensors])
-        return known
-
-
-class _Sources:
-    """What nodes are views of, or made from without work."""
-
-    def __init__(self, idle: Set[fx.Node]) -> None:
-        self._idle = idle
-        self._known: dict[fx.Node, fx.Node] = {}
-
-    def of(self, node: fx.Node) -> fx.Node:
-        """The first node, going up from this one, that does work or is an input."""
-        known = self._known.get(node)
-        if known is None:
-            known = self._known[node] = self._find(node)
-        return known
-
-    def _find(self, node: fx.Node) -> fx.Node:
-        while is_view(node) or (node in self._idle and node.op == "call_function"):
-            source = first_argument(node)
-            if not isinstance(source, fx.Node):
-                data = data_inputs(node)  # of a cat with constants
-                if len(data) != 1:
-                    break
-                source = data[0]
-            node = source
-        return node
-
-
 def _read_bytes(
-    node: fx.Node, source: fx.Node, views: Sequence[fx.Node], idle: Set[fx.Node], sizes: _Sizes
+    node: fx.Node,
+    source: fx.Node,
+    views: Sequence[fx.Node],
+    idle: Set[fx.Node],
+    sizes: ResultBytes,
 ) -> int:
     """What a kernel reads of a tensor: the views it was given of it, at most all of it; rows that
     an embedding picks count as many as it returns."""
-    whole = sizes.of(source)
+    whole = sizes[source]
     if traits_of(node.target).name in _ROW_PICKERS:
-        return min(whole, sizes.of(node))
+        return min(whole, sizes[node])
     if len(views) == 1 and views[0] is source:
         return whole
-    read = sum([sizes.of(view) for view in views])
+    read = sum([sizes[view] for view in views])
     # A short shard counts as what it is padded to: so much others have.
-    padded = any(_is_padded(view, source, idle) for view in views)
-    return read if padded else min(whole, read)
+    if read > whole and any(_is_padded(v, source, idle) for v in views):
+        return read
+    return min(whole, read)
 
 
 def _is_padded(node: fx.Node, source: fx.Node, idle: Set[fx.Node]) -> bool:
@@ -168,55 +132,71 @@ def _is_padded(node: fx.Node, source: fx.Node, idle: Set[fx.Node]) -> bool:
     return False
 
 
-def _leaves(node: fx.Node, regions: Mapping[fx.Node, int], idle: Set[fx.Node]) -> bool:
-    """Somebody outside of its region reads it, perhaps through views."""
+def _leaves(node: fx.Node, regions: Mapping[fx.Node, fx.Node]) -> bool:
+    """Somebody outside of its region reads it, perhaps through nodes that do not compute."""
     region = regions[node]
-    for user in node.users:  # true of most nodes, at the first one
-        if regions.get(user, region) != region:
-            return True
-    pending, seen = [node], {node}
-    while pending:
-        for user in pending.pop().users:
-            if user in seen:
-                continue
-            seen.add(user)
-            if user in regions:  # it works
-                if regions[user] != region:
+    reached, seen = [node], {node}
+    for above in reached:
+        for user in above.users:
+            readers = regions.get(user)
+            if readers is None:
+                if user.op != "call_function":
                     return True
-            elif is_view(user) or (user.op == "call_function" and _is_idle(user, idle)):
-                pending.append(user)
-            else:
+                if user not in seen:  # it counts as a view
+                    seen.add(user)
+                    reached.append(user)
+            elif readers is not region:
                 return True
     return False
 
 
-def _is_idle(node: fx.Node, idle: Set[fx.Node]) -> bool:
-    return node in idle or not does_work(node)
+def _read(
+    graph: fx.Graph, idle: Set[fx.Node]
+) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]]:
+    """(What each node is a view of, or made from without work; the region of each that computes).
 
-
-def _regions(graph: fx.Graph, idle: Set[fx.Node], sources: _Sources) -> dict[fx.Node, int]:
-    """Region number of every node that computes, in graph order; a non-fusible node is alone in its
-    own."""
-    levels: dict[fx.Node, int] = {}
+    A source is the first node, going up, that does work or is an input: itself, if it is one.  A
+    region goes by its last node; both are in graph order.
+    """
+    sources: dict[fx.Node, fx.Node] = {}
     below: dict[fx.Node, int] = {}  # level of what reads the node
-    parent: dict[fx.Node, fx.Node] = {}
-    fusible: set[fx.Node] = set()
+    parent: dict[fx.Node, fx.Node] = {}  # of the same region, further down; itself at the end
+    fusible: dict[fx.Node, int] = {}  # levels of those that are
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        level = max([below[n] for n in inputs]) if inputs else 0
-        levels[node] = below[node] = level
-        if node in idle or not is_kernel(node):
+        level = 0
+        for n in inputs:
+            if below[n] > level:
+                level = below[n]
+        below[node] = level
+        sources[node] = node
+        if node.op != "call_function":
+            continue
+        if traits_of(node.target).is_view or node in idle:
+            viewed = _viewed(node)
+            sources[node] = node if viewed is None else sources[viewed]
             continue
         parent[node] = node
         if not is_fusible(node):
             below[node] = level + 1
             continue
-        fusible.add(node)
-        for n in dict.fromkeys([sources.of(n) for n in inputs]):
-            if n in fusible and levels[n] == level:
-                parent[_root(n, parent)] = _root(node, parent)
-    numbers: dict[fx.Node, int] = {}
-    return {node: numbers.setdefault(_root(node, parent), len(numbers)) for node in parent}
+        fusible[node] = level
+        for n in inputs:
+            source = sources[n]
+            if fusible.get(source) == level:
+                parent[_root(source, parent)] = node
+    for node in reversed(fusible):  # parents stand behind their children
+        parent[node] = parent[parent[node]]
+    return sources, parent
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """What a node that does not compute passes on; None of a cat of several."""
+    source = first_argument(node)
+    if isinstance(source, fx.Node):
+        return source
+    data = data_inputs(node)  # of a cat with constants
+    return data[0] if len(data) == 1 else None
 
 
 def _root(node: fx.Node, parent: dict[fx.Node, fx.Node]) -> fx.Node:

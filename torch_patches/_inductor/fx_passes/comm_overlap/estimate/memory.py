@@ -17,10 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add, sub
 
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.storages import Storages
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import ResultBytes
 
 _NOTHING_SHARED: Mapping[fx.Node, int] = {}
 
@@ -95,9 +98,8 @@ def live_bytes(
     Args:
         idle: nodes that count as views of their first argument, since only some ranks have them.
     """
-    order = list(graph.nodes)
-    storages = _storages(order, sizes, eager, idle)
-    return _live(order, storages, free_inputs, kept)
+    held, freed = live_bytes_each(graph, kept, sizes=sizes, eager=eager, idle=idle)
+    return freed if free_inputs else held
 
 
 def live_bytes_each(
@@ -107,55 +109,47 @@ def live_bytes_each(
     sizes: Mapping[fx.Node, int] | None = None,
     eager: bool = False,
     idle: Set[fx.Node] = frozenset(),
+    own_sizes: ResultBytes | None = None,
 ) -> tuple[LiveBytes, LiveBytes]:
     """(Inputs held by the caller, inputs freed after their last use), from one pass; see
-    :func:`live_bytes`."""
+    :func:`live_bytes`.
+
+    Args:
+        own_sizes: of results, as far as they are known; it is added to.
+    """
     order = list(graph.nodes)
-    storages = _storages(order, sizes, eager, idle)
-    return _live(order, storages, False, kept), _live(order, storages, True, kept)
-
-
-def _storages(
-    order: Sequence[fx.Node],
-    sizes: Mapping[fx.Node, int] | None,
-    eager: bool,
-    idle: Set[fx.Node],
-) -> Storages:
-    storages = Storages(_NOTHING_SHARED if sizes is None else sizes, eager, idle)
+    storages = Storages(_NOTHING_SHARED if sizes is None else sizes, eager, idle, own_sizes)
     for place, node in enumerate(order):
         storages.visit(node, place)
-    return storages
+    return _live_each(order, storages, kept)
 
 
-def _live(
-    order: Sequence[fx.Node], storages: Storages, free_inputs: bool, kept: Set[fx.Node]
-) -> LiveBytes:
+def _live_each(
+    order: Sequence[fx.Node], storages: Storages, kept: Set[fx.Node]
+) -> tuple[LiveBytes, LiveBytes]:
     made: list[int] = [0] * len(order)
     dying: list[int] = [0] * len(order)
+    freed: list[tuple[int, int]] = []  # inputs: place of the last use, bytes
     inputs = 0
     for size, start, end in zip(storages.sizes, storages.made_at, storages.last_use, strict=True):
         owner = order[start]
-        is_input = owner.op in ("placeholder", "get_attr")
-        if is_input:
-            inputs += size
-        else:
+        stays = order[end].op == "output"
+        if owner.op not in ("placeholder", "get_attr"):
             made[start] += size
-        held = is_input and (not free_inputs or owner.op == "get_attr" or owner in kept)
-        if held or order[end].op == "output":
+            if not stays:
+                dying[end] += size
             continue
-        # The caller's list of arguments is gone, but the name of an unused one is not.
-        dying[-1 if end == start and is_input else end] += size
-    return LiveBytes(inputs, *_phases(inputs, made, dying))
+        inputs += size
+        if not stays and owner.op == "placeholder" and owner not in kept:
+            # The caller's list of arguments is gone, but the name of an unused one is not.
+            freed.append((-1 if end == start else end, size))
+    held = _phases(inputs, made, dying)
+    for end, size in freed:
+        dying[end] += size
+    return held, _phases(inputs, made, dying)
 
 
-def _phases(
-    inputs: int, made: list[int], dying: list[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Live bytes while each node runs, and behind it."""
-    live, at_node, after = inputs, [], []
-    for new, dead in zip(made, dying, strict=True):
-        live += new
-        at_node.append(live)
-        live -= dead
-        after.append(live)
-    return tuple(at_node), tuple(after)
+def _phases(inputs: int, made: list[int], dying: list[int]) -> LiveBytes:
+    after = list(accumulate(map(sub, made, dying), initial=inputs))
+    at_node = map(add, after, made)  # what lived behind the one before, and the new
+    return LiveBytes(inputs, tuple(at_node), tuple(after[1:]))

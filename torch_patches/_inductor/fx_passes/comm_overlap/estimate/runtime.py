@@ -25,8 +25,8 @@ import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import (
     ComputeCost,
+    FlopCounter,
     compute_costs,
-    flops,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.custom import (
     EstimationError,
@@ -43,7 +43,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.network import (
     collective_ms,
     link_class_of,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import tensors_of
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import ResultBytes, tensors_of
 from torch_patches._inductor.fx_passes.comm_overlap.options import CustomEstimation
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, Skeleton
 
@@ -130,18 +130,23 @@ class RuntimeModel:
         own = "" if self.custom is None else ", after the custom estimation"
         return f"{self.device.name} constants, {self.gpus_per_node} GPUs a node{table}{own}"
 
-    def node_costs(self, graph: fx.Graph, skeleton: Skeleton) -> Mapping[fx.Node, ComputeCost]:
+    def node_costs(
+        self, graph: fx.Graph, skeleton: Skeleton, sizes: ResultBytes | None = None
+    ) -> Mapping[fx.Node, ComputeCost]:
         """Cost of every node that computes; others cost nothing.
 
         Linear in nodes and edges.
+
+        Args:
+            sizes: those known already; it is added to.
 
         Raises:
             EstimationError: from the custom estimation.
         """
         if self.table is None:
-            costs = compute_costs(graph, self.device, skeleton.idle)
+            costs = compute_costs(graph, self.device, skeleton.idle, sizes)
         else:
-            costs = _measured_costs(graph, self.device, self.table, skeleton.idle)
+            costs = _measured_costs(graph, self.device, self.table, skeleton.idle, sizes)
         if self.custom is None:
             return costs
         starts = {collective.start for collective in skeleton.collectives}
@@ -215,12 +220,17 @@ class RuntimeModel:
 
 
 def _measured_costs(
-    graph: fx.Graph, device: Device, table: CalibrationTable, idle: Set[fx.Node]
+    graph: fx.Graph,
+    device: Device,
+    table: CalibrationTable,
+    idle: Set[fx.Node],
+    sizes: ResultBytes | None,
 ) -> dict[fx.Node, ComputeCost]:
     """Roofline costs with the table's memory rate, and its arithmetic where it has the dtype."""
-    costs = compute_costs(graph, table.roofline_device(device), idle)
+    costs = compute_costs(graph, table.roofline_device(device), idle, sizes)
+    counter = FlopCounter()
     for node, cost in costs.items():
-        amount = flops(node)
+        amount = counter.flops(node)
         if amount:
             arithmetic_ms = table.matmul_ms(_operand_dtype(node), amount, device)
             if arithmetic_ms is not None and arithmetic_ms > cost.ms:

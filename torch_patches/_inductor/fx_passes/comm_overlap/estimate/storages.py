@@ -23,6 +23,8 @@ import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collective_kind
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    OpTraits,
+    ResultBytes,
     first_argument,
     tensors_of,
     traits_of,
@@ -64,15 +66,20 @@ class Storages:
     """Storages by index: ``sizes`` in bytes, ``made_at`` and ``last_use`` as places of the order."""
 
     def __init__(
-        self, shared_sizes: Mapping[fx.Node, int], eager: bool, idle: Set[fx.Node] = frozenset()
+        self,
+        shared_sizes: Mapping[fx.Node, int],
+        eager: bool,
+        idle: Set[fx.Node] = frozenset(),
+        own_sizes: ResultBytes | None = None,
     ) -> None:
-        """Arguments as those of ``memory.peak_bytes``."""
+        """Arguments as those of ``memory.live_bytes``."""
         self.sizes: list[int] = []
         self.made_at: list[int] = []
         self.last_use: list[int] = []
         self._shared_sizes, self._eager, self._idle = shared_sizes, eager, idle
-        self._items: dict[fx.Node, tuple[_Indices, ...]] = {}
-        self._everything: dict[fx.Node, _Indices] = {}  # the same, in one
+        self._own_sizes = ResultBytes() if own_sizes is None else own_sizes
+        self._everything: dict[fx.Node, _Indices] = {}
+        self._items: dict[fx.Node, tuple[_Indices, ...]] = {}  # where there are several, or none
         self._in_flight: dict[int, _Flight] = {}
 
     def visit(self, node: fx.Node, place: int) -> None:
@@ -81,59 +88,81 @@ class Storages:
         for used in node.all_input_nodes:
             for storage in everything[used]:
                 last_use[storage] = place
-        source = wait_source(node) if _may_communicate(node.target) else None
+        traits = traits_of(node.target)
+        # A collective, a wait, or something that may wrap one.
+        may_communicate = traits.communicates or traits.is_control_deps
+        source = wait_source(node) if may_communicate else None
         if source is not None:
             for storage in everything[source]:
                 self._land(storage, place)
-            items: tuple[_Indices, ...] = (everything[source],)
-        else:
-            items = self._results(node, place)
-        self._items[node] = items
-        everything[node] = items[0] if len(items) == 1 else tuple(s for i in items for s in i)
-        if source is None and _may_communicate(node.target) and collective_kind(node) is not None:
+            everything[node] = everything[source]
+            return
+        self._find_results(node, place, traits)
+        if may_communicate and collective_kind(node) is not None:
             self._launch(node)
 
     def _all(self, node: fx.Node) -> _Indices:
         return self._everything[node]
 
+    def _items_of(self, node: fx.Node) -> tuple[_Indices, ...]:
+        """Storages of each item of the node's result."""
+        items = self._items.get(node)
+        return (self._everything[node],) if items is None else items
+
     def _use(self, storages: _Indices, place: int) -> None:
         for storage in storages:
             self.last_use[storage] = place
 
-    def _results(self, node: fx.Node, place: int) -> tuple[_Indices, ...]:
-        """Storages of each item of the node's result."""
-        if node.op == "output":
-            return ()
-        viewed = first_argument(node) if node in self._idle or _shares_storage(node) else None
-        if isinstance(viewed, fx.Node):
-            return self._view(node, viewed)
-        aliased = _written_arguments(node)
-        if aliased:
-            return (tuple(s for n in aliased for s in self._all(n)),)
-        return self._make(node, place)
+    def _find_results(self, node: fx.Node, place: int, traits: OpTraits) -> None:
+        everything = self._everything
+        if node in self._idle or _shares_storage(node, traits):
+            viewed = first_argument(node)
+            if isinstance(viewed, fx.Node):
+                everything[node] = self._view(node, viewed)
+                return
+        if traits.returns_alias and (aliased := _written_arguments(node)):
+            everything[node] = tuple([s for n in aliased for s in everything[n]])
+        elif node.op == "output":
+            everything[node] = ()
+        else:
+            self._make(node, place)
 
-    def _view(self, node: fx.Node, viewed: fx.Node) -> tuple[_Indices, ...]:
-        items = self._items.get(viewed, ())
-        index = node.args[1] if node.target is operator.getitem else None
-        several = isinstance(viewed.meta.get("val"), (list, tuple))
-        if several and isinstance(index, int) and len(items) == len(viewed.meta["val"]):
-            return (items[index],)
-        return (self._all(viewed),)
+    def _view(self, node: fx.Node, viewed: fx.Node) -> _Indices:
+        if node.target is operator.getitem:
+            index, value = node.args[1], viewed.meta.get("val")
+            items = self._items_of(viewed)
+            if (
+                isinstance(value, (list, tuple))
+                and isinstance(index, int)
+                and len(items) == len(value)
+            ):
+                return items[index]
+        return self._everything[viewed]
 
-    def _make(self, node: fx.Node, place: int) -> tuple[_Indices, ...]:
+    def _make(self, node: fx.Node, place: int) -> None:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
-            return ((self._add(self._sizes(node, (value,))[0], place),),)
+            self._everything[node] = (self._add(self._size(node, value), place),)
+            return
         items = value if isinstance(value, (list, tuple)) else (value,)
         tensors = [list(tensors_of(item)) for item in items]
         sizes = iter(self._sizes(node, [t for item in tensors for t in item]))
-        return tuple(tuple(self._add(next(sizes), place) for _ in item) for item in tensors)
+        made = tuple([tuple([self._add(next(sizes), place) for _ in item]) for item in tensors])
+        self._items[node] = made
+        self._everything[node] = tuple([storage for item in made for storage in item])
 
     def _add(self, size: int, place: int) -> int:
         self.sizes.append(size)
         self.made_at.append(place)
         self.last_use.append(place)
         return len(self.sizes) - 1
+
+    def _size(self, node: fx.Node, tensor: torch.Tensor) -> int:
+        """Bytes of the storage of a result that is one tensor."""
+        if self._eager:
+            return self._sizes(node, (tensor,))[0]
+        shared = self._shared_sizes.get(node)
+        return self._own_sizes[node] if shared is None else shared
 
     def _sizes(self, node: fx.Node, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Bytes of the storage of each result of ``node``."""
@@ -148,7 +177,7 @@ class Storages:
 
     def _launch(self, start: fx.Node) -> None:
         """Ties each result to what lives until the wait for it."""
-        outputs = self._items[start]
+        outputs = self._items_of(start)
         together = self._all(start) if len(outputs) > 1 else ()
         for output, sent in zip(outputs, self._sent(start, len(outputs)), strict=True):
             self._in_flight.update(dict.fromkeys(output, _Flight(sent, together)))
@@ -175,18 +204,10 @@ def _nodes_of(argument: object) -> list[fx.Node]:
     return [n for n in many if isinstance(n, fx.Node)]
 
 
-def _may_communicate(target: object) -> bool:
-    """A collective, a wait, or something that may wrap one."""
-    traits = traits_of(target)
-    return traits.communicates or traits.is_control_deps
-
-
-def _shares_storage(node: fx.Node) -> bool:
+def _shares_storage(node: fx.Node, traits: OpTraits) -> bool:
     """A view; a reshape only where the layout allows it without a copy."""
-    traits = traits_of(node.target)
     # an op that torch calls a view says in its schema what it aliases
-    declared = traits.returns_alias and getattr(node.target, "is_view", False)
-    if not (traits.is_view or declared):
+    if not traits.is_view and not (traits.returns_alias and getattr(node.target, "is_view", False)):
         return False
     if traits.name not in _MAYBE_COPIES:
         return True
@@ -230,8 +251,6 @@ def can_view(shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
 
 def _written_arguments(node: fx.Node) -> list[fx.Node]:
     """Arguments whose storage the op returns by its schema: in-place and ``out=`` forms."""
-    if not traits_of(node.target).returns_alias:
-        return []
     aliased: list[fx.Node] = []
     for name, position in _written_names(node.target):
         value: Any = node.kwargs.get(name)

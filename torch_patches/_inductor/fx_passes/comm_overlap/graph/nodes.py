@@ -14,7 +14,11 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import expression_of
+from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import (
+    decision_bytes,
+    expression_of,
+    tensor_bytes,
+)
 
 COLLECTIVE_NAMESPACES = ("_c10d_functional", "c10d_functional")
 
@@ -264,3 +268,21 @@ def has_tensor(node: fx.Node) -> bool:
     """The node's result is a tensor, or holds one."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) or next(tensors_of(value), None) is not None
+
+
+class ResultBytes(dict[fx.Node, int]):
+    """Bytes of what nodes return, as decisions count them (:func:`decision_bytes`).
+
+    Reading a fake tensor takes longer than all else that is asked of a node.  So a size is read
+    once, at the first ``sizes[node]``, and holds as long as no ``meta["val"]`` is replaced: a
+    rewrite by a plan replaces none, it makes new nodes.
+    """
+
+    def __missing__(self, node: fx.Node) -> int:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            size = decision_bytes(value.numel() * value.element_size())
+        else:
+            size = sum([decision_bytes(tensor_bytes(t)) for t in tensors_of(value)])
+        self[node] = size
+        return size
