@@ -96,11 +96,12 @@ def simulate(
     """
     run = Lanes(model)
     launches = launches_of(skeleton, model)
+    starts, waits = launches.starts, launches.waits
     for node in order:
-        if node in launches.starts:
-            run.start(launches.starts[node])
-        elif node in launches.waits:
-            run.wait(launches.waits[node])
+        if node in starts:
+            run.start(starts[node])
+        elif node in waits:
+            run.wait(waits[node])
         elif node in costs:
             run.compute(node, costs[node])
     return run.finish(launches.all)
@@ -131,8 +132,8 @@ def launch_of(members: Sequence[Collective], model: RuntimeModel, coalesced: boo
         coalesced: several outputs, each of which costs the host something; else one tensor.
     """
     first = members[0]
-    size = None if len(members) == 1 else sum(member.size_bytes for member in members)
-    outputs = sum(max(len(member.waits), 1) for member in members) if coalesced else 1
+    size = None if len(members) == 1 else sum([member.size_bytes for member in members])
+    outputs = sum([len(member.waits) or 1 for member in members]) if coalesced else 1
     host = model.host
     host_us = host.collective_us + (outputs - 1) * host.coalesced_member_us
     return Launch(first, model.collective_ms(first, size), model.link(first), host_us / 1e3)
@@ -226,12 +227,12 @@ class Lanes:
     def start(self, launch: Launch) -> None:
         group, link = launch.collective.group, launch.link
         self.host += launch.host_ms
-        begin = max(self.host, self.compute_free, self.group_free.get(group, 0.0))
-        busy = self.link_free.get(link, 0.0) - begin
-        begin += max(busy, 0.0) * self.model.interference.link_sharing
+        begin = max(self.now, self.group_free.get(group, 0.0))
+        link_free = self.link_free.get(link, 0.0)
+        begin += max(link_free - begin, 0.0) * self.model.interference.link_sharing
         flight = _Flight(launch, begin, begin + launch.ms)
         self.group_free[group] = flight.end
-        self.link_free[link] = max(self.link_free.get(link, 0.0), flight.end)
+        self.link_free[link] = max(link_free, flight.end)
         self.flights[launch.collective.index] = flight
         insort(self.in_air, flight, key=_begin_of)
 
@@ -240,13 +241,17 @@ class Lanes:
         self.host += cost.launches * self._kernel_ms
         self.compute_ms += ms
         begin = self.compute_free if self.compute_free > self.host else self.host
-        if self.in_air:
-            self.in_air = [flight for flight in self.in_air if flight.end > begin]
-        if not self.in_air:
+        in_air = self.in_air
+        if in_air:
+            for flight in in_air:
+                if flight.end <= begin:
+                    in_air = self.in_air = [f for f in in_air if f.end > begin]
+                    break
+        if not in_air:
             self.compute_free = begin + ms
             return
         end = self.compute_free = self._slowed(begin, ms)
-        for flight in self.in_air:
+        for flight in in_air:
             first = flight.begin if flight.begin > begin else begin
             last = flight.end if flight.end < end else end
             if last > first:
@@ -259,10 +264,11 @@ class Lanes:
         for flight in self.in_air:
             if flight.end <= now:
                 continue
-            alone = max(flight.begin - now, 0.0)
-            if left <= alone:
-                break
-            now, left = now + alone, left - alone
+            if flight.begin > now:
+                alone = flight.begin - now
+                if left <= alone:
+                    break
+                now, left = now + alone, left - alone
             under = (flight.end - now) / slowdown
             if left <= under:
                 return now + left * slowdown
@@ -274,8 +280,7 @@ class Lanes:
         self.host += waits * self.model.host.wait_us / 1e3
         flight = self.flights[launch.collective.index]
         flight.waited = True
-        ready = max(self.compute_free, self.host)
-        stood = max(flight.end - ready, 0.0)
+        stood = max(flight.end - self.now, 0.0)
         flight.exposed += stood
         self.exposed_ms += stood
         self.compute_free = max(self.compute_free, flight.end)
@@ -287,7 +292,7 @@ class Lanes:
     @property
     def now(self) -> float:
         """The earliest time at which the next kernel can begin."""
-        return max(self.compute_free, self.host)
+        return self.compute_free if self.compute_free > self.host else self.host
 
     def snapshot(self, flights: Iterable[int]) -> LanesState:
         """The state as it is, for :meth:`restore`.

@@ -132,14 +132,17 @@ class _Clock:
 
     def ms(self, place: int) -> float:
         """Time in front of a place, without what stands still for the row itself."""
-        if place not in self._known:
+        found = self._known.get(place)
+        if found is None:
             compute = self._track.compute_before[place] * self._stretch
-            self._known[place] = compute + self._stood.in_front_of(place)
-        return self._known[place]
+            found = self._known[place] = compute + self._stood.in_front_of(place)
+        return found
 
     def traffic_ms(self, one: int, other: int) -> float:
         """Between two places; 0 if they are the other way round."""
-        return max(self._traffic.in_front_of(other) - self._traffic.in_front_of(one), 0.0)
+        if one >= other:
+            return 0.0
+        return self._traffic.in_front_of(other) - self._traffic.in_front_of(one)
 
 
 class _Sums:
@@ -151,7 +154,7 @@ class _Sums:
         self._sums = list(accumulate((ms for _, ms in events), initial=0.0))
 
     def in_front_of(self, place: int) -> float:
-        return self._sums[bisect_left(self._places, place)]
+        return self._sums[bisect_left(self._places, place)] if self._places else 0.0
 
 
 class _Row:
@@ -168,7 +171,10 @@ class _Row:
         self._is_copied = form is MergeForm.COPY
         self._is_gather = key.kind is CollectiveKind.ALL_GATHER
         self._starts_small = key.kind is CollectiveKind.ALL_REDUCE
+        flight = sizes.limits.in_flight_bytes
+        self._most_bytes = min(caps.by_key[key], caps.by_key[key] if flight is None else flight)
         self._ms: dict[int, float] = {}  # of a bucket, by bytes
+        self._opens: dict[int, int] = {}  # first place where a gather may start, by its last one
         self._grains = self._into_grains()
         self._open: _Grain | None = None  # the bucket that was asked for last
 
@@ -218,7 +224,7 @@ class _Row:
             return None
         if span is not None and last.position - first.position > span:
             return None
-        if (first.segment, first.wait_segment) != (last.segment, last.wait_segment):
+        if first.segment != last.segment or first.wait_segment != last.wait_segment:
             return None
         ready = max(one.ready, other.ready)
         due = min(one.due, other.due) if self._is_gather else ready
@@ -226,13 +232,12 @@ class _Row:
 
     def _cap(self, first: Collective, last: _Grain) -> int:
         """Bytes from ``first`` on: of several buckets, as one is in flight when the next one starts."""
-        cap, flight = self._caps.by_key[self._key], self._sizes.limits.in_flight_bytes
         if self._is_gather:
             free = self._caps.by_first.get(first.index, sys.maxsize)
         else:
             fixed = self._track.fixed_bytes[self._track.slot[last.ready]]
             free = self._sizes.limits.peak_bytes - fixed
-        return min(cap, free // _TOGETHER, cap if flight is None else flight)
+        return min(self._most_bytes, free // _TOGETHER)
 
     def _load(self, first: int, end: int) -> Load | None:
         """Args: as ``cut`` has them, a bucket one grain longer each time."""
@@ -251,23 +256,28 @@ class _Row:
         return self._reduction_load(bucket, first)
 
     def _gather_load(self, bucket: _Grain, end: int) -> Load:
-        track, clock = self._track, self._clock
-        bound = self._sizes.limits.prefetch_kernels
-        ready = bucket.ready
-        if bound is not None:
-            ready = max(ready, bisect_left(track.slot, track.slot[bucket.due] - bound))
+        clock = self._clock
         after = self._grains[end].due if end < len(self._grains) else bucket.due
         inside, outside = self._copies(bucket)
         ms = self._link_ms(bucket)
         return Load(
             ms=ms,
-            ready_ms=clock.ms(ready),
+            ready_ms=clock.ms(max(bucket.ready, self._opening(bucket.due))),
             due_ms=clock.ms(bucket.due),
             after_ms=clock.traffic_ms(bucket.due, after),
             copy_in_ms=inside,
             copy_out_ms=outside,
             cost_ms=self._slower * ms,
         )
+
+    def _opening(self, due: int) -> int:
+        """First place in front of which a gather may start that must start in front of ``due``."""
+        bound, slot = self._sizes.limits.prefetch_kernels, self._track.slot
+        if bound is None:
+            return 0
+        if due not in self._opens:
+            self._opens[due] = bisect_left(slot, slot[due] - bound)
+        return self._opens[due]
 
     def _reduction_load(self, bucket: _Grain, first: int) -> Load:
         clock = self._clock

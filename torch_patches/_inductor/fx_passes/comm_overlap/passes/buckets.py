@@ -129,6 +129,6 @@ def payload_order(members: Sequence[Collective], by_registration: bool = False) 
     registered = [member.tag.index if member.tag is not None else None for member in members]
     if by_registration and None not in registered:
         indices = registered
-    if any(index is None for index in indices):
+    if None in indices:
         return tuple(places)
     return tuple(sorted(places, key=lambda place: (indices[place], place)))

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.saturation import MIB
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.bucket_sizes import DynamicSizes
-from torch_patches._inductor.fx_passes.comm_overlap.passes.candidates import select_candidates
 from torch_patches._inductor.fx_passes.comm_overlap.passes.caps import (
     BucketCaps,
     fitting_bytes,
@@ -29,7 +28,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.linear import LinearM
 from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import (
     cap_bytes,
-    plan_greedily,
+    plan_asked,
+    read_asked,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
 from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import (
@@ -119,7 +119,8 @@ class CapSearch:
     def __init__(self, track: Track, options: Options, limits: Limits) -> None:
         self._track, self._options, self._limits = track, options, limits
         self._largest: dict[BucketKey, int] = {}
-        for candidate in select_candidates(track.skeleton, options)[0]:
+        self._asked = read_asked(track.skeleton, options)
+        for candidate in self._asked.candidates:
             if candidate.key is not None:
                 most = max(self._largest.get(candidate.key, 0), candidate.size_bytes)
                 self._largest[candidate.key] = most
@@ -226,7 +227,7 @@ class CapSearch:
         for index, size in given.items():
             by_first[index] = min(by_first.get(index, size), size)
         merger = LinearMerger(self._track, self._limits.in_flight_bytes)
-        return plan_greedily(self._track.skeleton, merger, self._options, caps)
+        return plan_asked(self._asked, merger, self._options, caps)
 
     def _schedule(self, name: str, plan: Plan) -> Way:
         """The way of these buckets; where it is over the memory cap and fast, one that aims lower."""

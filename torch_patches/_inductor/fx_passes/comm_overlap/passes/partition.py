@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 #: States that are kept of each beginning of a row.
@@ -86,18 +87,18 @@ Step = Callable[[State, Load], State]
 def after_gathers(state: State, load: Load) -> State:
     """The state behind one more bucket of gathers."""
     late, free, cost = state
-    end = max(free + load.before_ms, load.ready_ms + late) + load.ms
-    stood = max(late + load.copy_in_ms, end - load.due_ms) + load.copy_out_ms
-    return State(stood, end + load.after_ms, cost + load.cost_ms)
+    ms, ready, due, before, after, _, _, copy_in, copy_out, own_cost = load
+    end = max(free + before, ready + late) + ms
+    return State(max(late + copy_in, end - due) + copy_out, end + after, cost + own_cost)
 
 
 def after_reductions(state: State, load: Load) -> State:
     """The state behind one more bucket of reductions."""
     late, free, cost = state
-    end = max(free + load.before_ms, load.ready_ms + load.copy_in_ms + load.lead_ms) + load.ms
-    done = max(late, end + load.tail_ms + load.copy_out_ms)
-    copies = load.copy_in_ms + load.copy_out_ms
-    return State(done, end + load.after_ms, cost + load.cost_ms + copies)
+    ms, ready, _, before, after, lead, tail, copy_in, copy_out, own_cost = load
+    end = max(free + before, ready + copy_in + lead) + ms
+    done = max(late, end + tail + copy_out)
+    return State(done, end + after, cost + own_cost + (copy_in + copy_out))
 
 
 class _Beginning(NamedTuple):
@@ -148,9 +149,9 @@ def cut(
             steps += len(kept)
             if max_steps is not None and steps > max_steps:
                 return None
-            reached[end].extend(
-                _Beginning(step(b.state, load), b.buckets + 1, b, end) for b in kept
-            )
+            there = reached[end]
+            for before in kept:
+                there.append(_Beginning(step(before.state, load), before.buckets + 1, before, end))
     best = min(reached[count], key=lambda b: (_worth(b.state), b.buckets))
     ends: list[int] = []
     found: _Beginning | None = best
@@ -167,12 +168,14 @@ def _worth(state: State) -> float:
 def _unbeaten(beginnings: list[_Beginning], max_states: int) -> list[_Beginning]:
     """Those than which none is as good in all; of many the best so far and some between the one whose
     link is free first and the least late, as any may turn out best."""
-    beginnings.sort(key=lambda b: (b.state, b.buckets))
+    beginnings.sort(key=itemgetter(0, 1))  # by state, then buckets
     kept: list[_Beginning] = []
     for beginning in beginnings:
         _, free, cost = beginning.state
-        # Those in front are no later.
-        if not any(k.state.free_ms <= free and k.state.cost_ms <= cost for k in kept):
+        for better in kept:  # those in front are no later
+            if better.state.free_ms <= free and better.state.cost_ms <= cost:
+                break
+        else:
             kept.append(beginning)
     if len(kept) <= max_states:
         return kept

@@ -42,6 +42,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Traffic,
 )
 
+#: Behind every time and place.
+_NEVER = float("inf")
 #: Kernels between the wait of another collective and its first use where nothing bounds them.
 _NEAR_KERNELS = 50
 
@@ -126,6 +128,7 @@ class _Scheduler:
         gathers = sorted((u for u in units if u.gathers), key=self._queue_place)
         self.queue_place = {unit.index: place for place, unit in enumerate(gathers)}
         self.latest = {} if timing is not None else latest_starts(track, gathers, units)
+        self.opens = {unit.index: self._opens(unit) for unit in gathers}
         self.pending: dict[str, list[Unit]] = {}
         for unit in reversed(gathers):
             self.pending.setdefault(unit.group, []).append(unit)
@@ -134,6 +137,8 @@ class _Scheduler:
         self.awaited: set[int] = set()  # others that were waited for where the input does
         self.reached: dict[int, int] = {}  # unit -> members whose starts were passed
         self.flying: list[Unit] = []
+        self.done: dict[int, float] = {}  # of each that flies, when it is to be waited for
+        self.first_done = _NEVER  # the least of these
         self.feeders = {unit.index: self._feeders(unit) for unit in units}
         self.fed: dict[int, list[Unit]] = {}
         for unit in units:
@@ -152,6 +157,16 @@ class _Scheduler:
         slots = self.track.slot[unit.latest], self.track.slot[unit.use]
         return segment, wanted, *slots, -unit.launch.ms, unit.latest, unit.use, unit.index
 
+    def _opens(self, unit: Unit) -> int:
+        """First place in front of which a unit of gathers may start."""
+        places = [unit.earliest]
+        if self.limits.prefetch_kernels is not None:
+            slot = self.track.slot
+            places.append(bisect_left(slot, slot[unit.use] - self.limits.prefetch_kernels))
+        if self.timing is not None:
+            places.append(self.timing.starts[unit.index])
+        return max(places)
+
     def _feeders(self, unit: Unit) -> set[int]:
         """Units of reductions whose results this one reduces further."""
         if unit.members[0].traffic is not Traffic.GRADIENT:
@@ -163,52 +178,51 @@ class _Scheduler:
         return unit.index in self.track.reductions
 
     def run(self) -> None:
-        track = self.track
+        track, lanes = self.track, self.lanes
+        order, slot = track.order, track.slot
         for place, event in track.events:
-            self.memory.advance(track.slot[place])
+            self.memory.advance(slot[place])
             if self.late_waits:
                 for collective in self.late_waits.pop(place, ()):
                     self._wait_late(place, collective)
             if isinstance(event, ComputeCost):
                 if event.launches:
                     self._enter_slot(place, event.ms)
-                self.lanes.compute(track.order[place], event)
-                if event.launches:
-                    self._make_room(place + 1)
+                lanes.compute(order[place], event)
+                if event.launches and self.flying:
+                    # What is fused with the next kernel needs memory before that is reached.
+                    self.memory.advance(slot[place + 1])
+                    self._collect_down_to(self.limits.peak_bytes, place + 1)
             elif event is None:
                 self._start_all(place)
                 self._collect_all(place)
                 self.segment += 1
-            elif track.order[place] is event.start:
+            elif order[place] is event.start:
                 self._reach_start(place, event)
             else:
-                self._reach_wait(place, track.order[place], event)
-
-    def _make_room(self, place: int) -> None:
-        """Behind a kernel: what is fused with the next one needs memory before that is reached."""
-        self.memory.advance(self.track.slot[place])
-        if self.flying:
-            self._collect_down_to(self.limits.peak_bytes, place)
+                self._reach_wait(place, order[place], event)
 
     def _enter_slot(self, place: int, upcoming_ms: float) -> None:
-        self.memory.note_peak(self.memory.live_bytes)
+        memory = self.memory
+        memory.note_peak(memory.live_bytes)
         if self.flying:
             self._collect_done(place)
         if self._start_due(place, upcoming_ms):
-            self.memory.note_peak(self.memory.live_bytes)
+            memory.note_peak(memory.live_bytes)
 
     # -- gathers -----------------------------------------------------------------------------------
 
     def _start_due(self, place: int, upcoming_ms: float) -> bool:
         """Starts the gathers whose time has come, in order of use; whether there were any."""
-        started = len(self.started)
+        started = False
         queues = [pending for pending in self.pending.values() if pending]
         if len(queues) > 1:
             queues.sort(key=lambda pending: self.queue_place[pending[-1].index])
         for pending in queues:
             while pending and self._is_due(pending[-1], place, upcoming_ms):
                 self._start_gather(pending.pop(), place)
-        return len(self.started) > started
+                started = True
+        return started
 
     def _start_all(self, place: int) -> None:
         """Those that must not move behind ``place``, a side effect."""
@@ -218,19 +232,15 @@ class _Scheduler:
 
     def _is_due(self, unit: Unit, place: int, upcoming_ms: float) -> bool:
         self.operations += 1
-        track = self.track
-        if place < unit.earliest or place > unit.latest:
+        if not self.opens[unit.index] <= place <= unit.latest:
             return False
-        bound = self.limits.prefetch_kernels
-        if bound is not None and track.slot[unit.use] - track.slot[place] > bound:
-            return False
-        if self.timing is not None:
-            return place >= self.timing.starts[unit.index] and self._fits(unit)
-        backlog = self.lanes.group_free.get(unit.group, 0.0) - self.lanes.now
-        if backlog > upcoming_ms:
-            return False  # it would begin no earlier than if it were issued behind the kernel
-        due = track.compute_before[place] + upcoming_ms >= self.latest[unit.index]
-        return due and self._fits(unit)
+        if self.timing is None:
+            if self.track.compute_before[place] + upcoming_ms < self.latest[unit.index]:
+                return False
+            backlog = self.lanes.group_free.get(unit.group, 0.0) - self.lanes.now
+            if backlog > upcoming_ms:
+                return False  # it would begin no earlier than if it were issued behind the kernel
+        return self._fits(unit)
 
     def _fits(self, unit: Unit) -> bool:
         """Under the caps in every slot that the start moves over."""
@@ -332,6 +342,8 @@ class _Scheduler:
         self._launch(unit)
         if reduction:
             self.flying.append(unit)
+            self.done[unit.index] = self._done_at(unit)
+            self.first_done = min(self.first_done, self.done[unit.index])
             # The next kernel's place is that of the last node fused into it; the others come before.
             self._collect_down_to(self.limits.peak_bytes, place)
         elif len(unit.members) == 1:
@@ -388,21 +400,33 @@ class _Scheduler:
 
         What another reduction needs comes first, so that it is sent before compute waits for more.
         """
-        bound = self.limits.in_flight_bytes
+        if self.first_done > self._clock(place) and not self._is_crowded():
+            return
         collectable = self._collectable()
         if self.fed:
             collectable.sort(key=lambda unit: unit.index not in self.fed)
         for unit in collectable:
-            crowded = bound is not None and self.in_flight > bound
-            short = self.memory.live_bytes > self.limits.peak_bytes
-            if self._is_over(unit, place) or crowded or short:
+            # Waiting for one takes time, and makes room.
+            is_flying = unit.index in self.done  # one that it feeds may have made way for itself
+            if is_flying and (self.done[unit.index] <= self._clock(place) or self._is_crowded()):
                 self._collect(unit, place)
 
-    def _is_over(self, unit: Unit, place: int) -> bool:
+    def _clock(self, place: int) -> float:
+        """What tells when reductions are to be waited for: the time, or the place."""
+        return self.lanes.now if self.timing is None else place
+
+    def _done_at(self, unit: Unit) -> float:
+        """On that clock, for a reduction that has been issued."""
         if self.timing is not None:
-            return place >= self.timing.waits[unit.index]
-        ended = self.lanes.end_of(unit.launch) + REDUCTION_MARGIN * unit.launch.ms
-        return ended <= self.lanes.now
+            return self.timing.waits[unit.index]
+        return self.lanes.end_of(unit.launch) + REDUCTION_MARGIN * unit.launch.ms
+
+    def _is_crowded(self) -> bool:
+        """More lives, or is in flight, than may."""
+        limits = self.limits
+        if self.memory.live_bytes > limits.peak_bytes:
+            return True
+        return limits.in_flight_bytes is not None and self.in_flight > limits.in_flight_bytes
 
     def _collectable(self) -> list[Unit]:
         """Those that were waited for between the same side effects in the input."""
@@ -425,9 +449,11 @@ class _Scheduler:
             self._collect(units[0], place)
 
     def _collect(self, unit: Unit, place: int) -> None:
-        if unit not in self.flying:
+        if unit.index not in self.done:
             return  # one that it feeds has made way for itself
         self.flying.remove(unit)
+        if self.done.pop(unit.index) <= self.first_done:
+            self.first_done = min(self.done.values(), default=_NEVER)
         self.in_flight -= unit.size_bytes
         self.memory.held_bytes -= unit.size_bytes
         self.lanes.wait(unit.launch, unit.waits)

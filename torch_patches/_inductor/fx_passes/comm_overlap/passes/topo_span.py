@@ -25,7 +25,7 @@ Positions are taken once, before any change; every rank with the same skeleton g
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -93,12 +93,44 @@ def plan_greedily(
     Args:
         caps: sizes of buckets in place of those of the options.
     """
+    return plan_asked(read_asked(skeleton, options), merger, options, caps)
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What a graph has to bucket.
+
+    Args:
+        candidates: that may be merged, in graph order.
+        leaders, replicas: of these; replicas follow the buckets of their reduce-scatters.
+        scatter_of: see :func:`~.replicas.scatters_of_replicas`.
+        refusals: of all others.
+    """
+
+    candidates: Sequence[Collective]
+    leaders: Sequence[Collective]
+    replicas: Sequence[Collective]
+    scatter_of: Mapping[int, int]
+    refusals: Sequence[Refusal]
+
+
+def read_asked(skeleton: Skeleton, options: Options) -> Asked:
+    """Linear in collectives; the same for all plans of one graph."""
     candidates, refusals = select_candidates(skeleton, options)
     scatter_of = scatters_of_replicas(skeleton.collectives)
     leaders = [c for c in candidates if c.index not in scatter_of]
     replicas = [c for c in candidates if c.index in scatter_of]
-    led = greedy_buckets(leaders, merger, options, refusals, caps=caps)
-    followed, apart = follow_scatters(led.buckets, replicas, scatter_of, merger, options)
+    return Asked(candidates, leaders, replicas, scatter_of, refusals)
+
+
+def plan_asked(
+    asked: Asked, merger: Merger, options: Options, caps: BucketCaps | None = None
+) -> Plan:
+    """See :func:`plan_greedily`."""
+    led = greedy_buckets(asked.leaders, merger, options, asked.refusals, caps=caps)
+    followed, apart = follow_scatters(
+        led.buckets, asked.replicas, asked.scatter_of, merger, options
+    )
     alone = greedy_buckets(apart, merger, options, small_first=False, caps=caps)
     parts = (led, followed, alone)
     buckets = [bucket for part in parts for bucket in part.buckets]
@@ -186,7 +218,7 @@ class _KeyRun:
         """How many candidates stand between the same side effects."""
         return Counter((c.segment, c.wait_segment) for c in self.candidates)
 
-    @property
+    @cached_property
     def form(self) -> MergeForm:
         copied = self.caps is not None and self.key in self.caps.copied
         return MergeForm.COPY if copied else choose_form(self.options, self.key)
@@ -263,7 +295,7 @@ class _KeyRun:
         A candidate that depends on one that was put off is put off as well, whatever that one's
         reason was: it goes to the next bucket, where it may meet it.
         """
-        if (first.segment, first.wait_segment) != (candidate.segment, candidate.wait_segment):
+        if first.segment != candidate.segment or first.wait_segment != candidate.wait_segment:
             return False
         return not self._depends_on(candidate, blockers)
 

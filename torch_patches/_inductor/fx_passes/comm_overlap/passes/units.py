@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import Device
@@ -31,44 +30,29 @@ class Unit:
         members: in graph order.
         launch: for the lanes.
         size_bytes: of the members together.
+        index, group: of the first member.
         copy_in, copy_out: kernels of a copying bucket, None of others.
         gathers: of the members, if they are movable gathers, else empty.
+        earliest, latest, use: of gathers, else 0: first place where the inputs of all exist, last
+            place in front of which all can start, place of the first wait.
     """
 
     members: tuple[Collective, ...]
     launch: Launch
     size_bytes: int
+    index: int
+    group: str
     copy_in: ComputeCost | None = None
     copy_out: ComputeCost | None = None
     gathers: tuple[Gather, ...] = ()
-
-    @cached_property
-    def index(self) -> int:
-        return self.members[0].index
+    earliest: int = 0
+    latest: int = 0
+    use: int = 0
 
     @property
     def waits(self) -> int:
         """Results that are waited for: one of a copying bucket."""
-        return 1 if self.copy_in is not None else sum(len(m.waits) for m in self.members)
-
-    @cached_property
-    def group(self) -> str:
-        return self.members[0].group
-
-    @cached_property
-    def earliest(self) -> int:
-        """First place where the inputs of all gathers exist."""
-        return max(gather.earliest for gather in self.gathers)
-
-    @cached_property
-    def latest(self) -> int:
-        """Last place in front of which all gathers can start."""
-        return min(gather.latest for gather in self.gathers)
-
-    @cached_property
-    def use(self) -> int:
-        """Place of the first wait of a gather."""
-        return min(gather.use for gather in self.gathers)
+        return 1 if self.copy_in is not None else sum([len(m.waits) for m in self.members])
 
 
 def make_units(track: Track, buckets: Iterable[Bucket]) -> list[Unit]:
@@ -85,15 +69,20 @@ def make_units(track: Track, buckets: Iterable[Bucket]) -> list[Unit]:
 
 def _unit(track: Track, members: Sequence[Collective], form: MergeForm | None) -> Unit:
     copying = form is MergeForm.COPY
-    size = sum(member.size_bytes for member in members)
     copy_in, copy_out = copy_costs(members, track.model.device) if copying else (None, None)
+    gathers = tuple([track.gathers[m.index] for m in members if m.index in track.gathers])
     return Unit(
         members=tuple(members),
         launch=launch_of(members, track.model, coalesced=not copying),
-        size_bytes=size,
+        size_bytes=sum([member.size_bytes for member in members]),
+        index=members[0].index,
+        group=members[0].group,
         copy_in=copy_in,
         copy_out=copy_out,
-        gathers=tuple(track.gathers[m.index] for m in members if m.index in track.gathers),
+        gathers=gathers,
+        earliest=max([gather.earliest for gather in gathers], default=0),
+        latest=min([gather.latest for gather in gathers], default=0),
+        use=min([gather.use for gather in gathers], default=0),
     )
 
 
