@@ -22,7 +22,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     CONSIDERED_MARK,
     SCHEDULED_MARK,
     collect,
-    collective_kind,
+    find_starts,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
 from torch_patches._inductor.fx_passes.comm_overlap.graph.control import (
@@ -270,12 +270,11 @@ def _report(graph: fx.Graph, options: Options, change: _Change) -> Report | None
 def _mark_considered(graph: fx.Graph, options: Options) -> None:
     """So that a second run with the same options changes nothing."""
     fingerprint = options.fingerprint()
-    for node in graph.nodes:
-        if collective_kind(node) is not None:
-            marks = {} if BUCKET_MARK in node.meta else {CONSIDERED_MARK: fingerprint}
-            if options.schedules:
-                marks[SCHEDULED_MARK] = fingerprint
-            node.meta = {**node.meta, **marks}  # a snapshot holds the old one
+    for start in find_starts(graph):
+        marks = {} if BUCKET_MARK in start.meta else {CONSIDERED_MARK: fingerprint}
+        if options.schedules:
+            marks[SCHEDULED_MARK] = fingerprint
+        start.meta = {**start.meta, **marks}  # a snapshot holds the old one
 
 
 def _is_scheduled(skeleton: Skeleton, options: Options) -> bool:

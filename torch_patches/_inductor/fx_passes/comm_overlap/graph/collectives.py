@@ -8,7 +8,9 @@ with the reason.  Nothing here changes a graph, and no process group needs to ex
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +114,8 @@ def _traits(node: fx.Node) -> _OpTraits | None:
 def schema_arguments(node: fx.Node) -> dict[str, object]:
     """Arguments of an op node by name, in the order of its schema, defaults left out."""
     names = traits_of(node.target).arguments
+    if not node.kwargs:
+        return dict(zip(names, node.args, strict=False))
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return {name: given[name] for name in names if name in given}
 
@@ -126,14 +130,17 @@ def collect(graph: fx.Graph) -> Skeleton:
     idle = idle_nodes(graph, traffic)
     positions = count_positions(graph, idle)
     effects = find_effects(graph, is_collective=lambda n: collective_kind(n) is not None)
-    fences = {b.node for b in effects.barriers if b.kind is BarrierKind.EFFECT}
-    waits_of = waits_by_start(graph)
-    places = _Places(positions, _segments(graph, fences), number_nodes(graph))
-    starts = [n for n in graph.nodes if collective_kind(n) is not None]
+    numbers = number_nodes(graph)
+    fences = [numbers[b.node] for b in effects.barriers if b.kind is BarrierKind.EFFECT]
+    places = _Places(positions, fences, numbers)
+    communicating = _communicating(graph)
+    waits_of = _waits_by_start(communicating)
+    starts = _starts(communicating)
     tagged = any(tag_of(start) is not None for start in starts)
     carried = _Carried(traffic, tagged)
+    ranks_of = functools.cache(registered_ranks)
     collectives = [
-        _read(start, index, tuple(waits_of.get(start, ())), places, carried)
+        _read(start, index, tuple(waits_of.get(start, ())), places, carried, ranks_of)
         for index, start in enumerate(starts)
     ]
     feeders = find_feeders(collectives)
@@ -149,11 +156,15 @@ def collect(graph: fx.Graph) -> Skeleton:
 
 @dataclass(frozen=True)
 class _Places:
-    """Where nodes stand: working position, segment between barriers, number in the graph."""
+    """Where nodes stand: working position, numbers of barriers in the graph, number in the graph."""
 
     positions: dict[fx.Node, int]
-    segments: dict[fx.Node, int]
+    fences: list[int]
     numbers: dict[fx.Node, int]
+
+    def segment(self, node: fx.Node) -> int:
+        """Number of barriers before a node."""
+        return bisect_right(self.fences, self.numbers[node])
 
 
 @dataclass(frozen=True)
@@ -187,23 +198,37 @@ def number_nodes(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: number for number, node in enumerate(graph.nodes)}
 
 
-def _segments(graph: fx.Graph, fences: set[fx.Node]) -> dict[fx.Node, int]:
-    segments: dict[fx.Node, int] = {}
-    segment = 0
-    for node in graph.nodes:
-        segment += node in fences
-        segments[node] = segment
-    return segments
-
-
 def _with_positions(effects: Effects, positions: dict[fx.Node, int]) -> tuple[Barrier, ...]:
     return tuple(Barrier(b.node, b.kind, positions[b.node]) for b in effects.barriers)
 
 
 def waits_by_start(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Waits of each start in graph order, looking through views, aliases and getitems."""
-    result: dict[fx.Node, list[fx.Node]] = {}
+    return _waits_by_start(_communicating(graph))
+
+
+def find_starts(graph: fx.Graph) -> dict[fx.Node, CollectiveKind]:
+    """What starts a collective, in graph order, and its kind."""
+    return _starts(_communicating(graph))
+
+
+def _starts(communicating: Iterable[fx.Node]) -> dict[fx.Node, CollectiveKind]:
+    return {n: kind for n in communicating if (kind := collective_kind(n)) is not None}
+
+
+def _communicating(graph: fx.Graph) -> list[fx.Node]:
+    """Starts and waits, and what may hold one inside."""
+    found: list[fx.Node] = []
     for node in graph.nodes:
+        about = traits_of(node.target)
+        if about.communicates or about.is_control_deps:
+            found.append(node)
+    return found
+
+
+def _waits_by_start(communicating: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    result: dict[fx.Node, list[fx.Node]] = {}
+    for node in communicating:
         source = wait_source(node)
         if source is None:
             continue
@@ -219,6 +244,7 @@ def _read(
     waits: tuple[fx.Node, ...],
     places: _Places,
     carried: _Carried,
+    ranks_of: Callable[[str], tuple[int, ...] | None],
 ) -> Collective:
     inner = wrapped_node(start)
     op = inner if inner is not None else start
@@ -228,7 +254,7 @@ def _read(
     inputs = _input_tensors(arguments)
     outputs = list(tensors_of(start.meta.get("val")))
     group = canonical_group(arguments, places.numbers)
-    ranks = registered_ranks(group)
+    ranks = ranks_of(group)
     key = _bucket_key(traits, arguments, inputs, group, ranks)
     input_bytes, output_bytes = total_bytes(inputs), total_bytes(outputs)
     return Collective(
@@ -244,8 +270,8 @@ def _read(
         size_bytes=max(decision_bytes(input_bytes), decision_bytes(output_bytes)),
         position=places.positions[start],
         wait_position=min((places.positions[w] for w in waits), default=None),
-        segment=places.segments[start],
-        wait_segment=min((places.segments[w] for w in waits), default=None),
+        segment=places.segment(start),
+        wait_segment=min(map(places.segment, waits), default=None),
         traffic=carried.traffic(start, traits.kind, waits),
         refusal=_refusal(start, traits, waits, inputs, outputs, wrapped=inner is not None),
         parameter_index=carried.parameter_index(start, traits.kind, waits),

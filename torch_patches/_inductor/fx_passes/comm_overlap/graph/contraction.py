@@ -76,7 +76,10 @@ def _build(
     for node in graph.nodes:
         if node not in useful:
             continue
-        above = dict.fromkeys(p for n in node.all_input_nodes for p in nearest.get(n, ()))
+        above: dict[fx.Node, None] = {}
+        for source in node.all_input_nodes:
+            for placed in nearest.get(source, ()):
+                above[placed] = None
         if node in kept:
             above.update(dict.fromkeys(order_before.get(node, ())))
             if last_fence is not None:

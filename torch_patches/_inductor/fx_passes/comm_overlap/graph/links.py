@@ -18,7 +18,6 @@ import torch.fx as fx
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     COLLECTIVE_NAMESPACES,
     is_view,
-    op_name,
     op_namespace,
     reads_only_shape,
     tensors_of,
@@ -76,21 +75,30 @@ def _feeding(
     start: fx.Node, starts: Set[fx.Node], found: dict[fx.Node, fx.Node | None]
 ) -> fx.Node | None:
     """``found``: for each node seen, the start that it is the result of, itself included."""
-    pending = data_inputs(start)
+    inputs = data_inputs(start)
+    pending = [(n, _passed_on(n, starts)) for n in inputs if n not in found]
     while pending:
-        node = pending[-1]
-        above = data_inputs(node) if node not in starts and _carries(node) else []
+        node, above = pending[-1]
         unseen = [n for n in above if n not in found]
-        pending.extend(unseen)
-        if not unseen:
-            found[pending.pop()] = node if node in starts else _common_source(node, above, found)
-    return _common_source(start, data_inputs(start), found)
+        if unseen:
+            pending.extend([(n, _passed_on(n, starts)) for n in unseen])
+            continue
+        found[node] = node if node in starts else _common_source(node, above, found)
+        pending.pop()
+    return _common_source(start, inputs, found)
+
+
+def _passed_on(node: fx.Node, starts: Set[fx.Node]) -> list[fx.Node]:
+    """What a node between two chained collectives hands on; nothing of others."""
+    return data_inputs(node) if node not in starts and _carries(node) else []
 
 
 def _common_source(
     node: fx.Node, inputs: Sequence[fx.Node], found: Mapping[fx.Node, fx.Node | None]
 ) -> fx.Node | None:
     """The source of all inputs.  Element by element, all have one size: then the first source."""
+    if len(inputs) == 1:
+        return found[inputs[0]]
     sources = dict.fromkeys(found[n] for n in inputs)
     if not passes_through(node):
         sources.pop(None, None)
@@ -100,16 +108,17 @@ def _common_source(
 
 def _carries(node: fx.Node) -> bool:
     """May stand between two chained collectives."""
-    if op_name(node.target) in _RESIZING_VIEWS:
+    if node.op != "call_function":
         return False
-    if passes_through(node) or reads_only_shape(node):
-        return True
     traits = traits_of(node.target)
+    if traits.name in _RESIZING_VIEWS:
+        return False
+    if traits.is_shape_only or passes_through(node):
+        return True
     if traits.namespace is None or traits.is_mutable:
         return False
     # an op of somebody else over one tensor: its quantisation
-    foreign = traits.namespace != "aten" and len(data_inputs(node)) == 1
-    return traits.is_pointwise or foreign
+    return traits.is_pointwise or (traits.namespace != "aten" and len(data_inputs(node)) == 1)
 
 
 def is_scaling(node: fx.Node) -> bool:

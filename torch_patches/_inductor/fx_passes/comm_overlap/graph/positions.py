@@ -13,6 +13,7 @@ whatever that carries.
 from __future__ import annotations
 
 import operator
+from collections.abc import Set
 
 import torch.fx as fx
 
@@ -32,21 +33,22 @@ _SHARD_LAYOUT = _SPLITS | {"cat", "clone", "constant_pad_nd", "narrow", "slice"}
 def idle_nodes(graph: fx.Graph, traffic: TrafficFinder) -> frozenset[fx.Node]:
     """Nodes that must not count: no work, or the padding and cutting of shards; linear."""
     around = _around_collectives(graph)
-    return frozenset(
-        node
-        for node in graph.nodes
-        if not does_work(node)
-        or (_rearranges_shards(node) and (node in around or traffic.is_at_the_edge(node)))
-        or (node.target is operator.getitem and traffic.is_at_the_edge(node))
-    )
+    return frozenset([n for n in graph.nodes if _is_idle(n, around, traffic)])
 
 
-def _rearranges_shards(node: fx.Node) -> bool:
+def _is_idle(node: fx.Node, around: Set[fx.Node], traffic: TrafficFinder) -> bool:
     traits = traits_of(node.target)
-    if traits.name is not None:
-        return traits.name in _SHARD_LAYOUT or traits.is_creation or traits.is_shape_only
-    if node.target is not operator.getitem:
-        return False
+    if traits.name is None:
+        if node.target is not operator.getitem:
+            return not does_work(node)
+        return traffic.is_at_the_edge(node) or (_is_piece(node) and node in around)
+    if traits.name in _SHARD_LAYOUT or traits.is_creation or traits.is_shape_only:
+        return node in around or traffic.is_at_the_edge(node) or not does_work(node)
+    return traits.is_no_op  # of ops, only slices do no work besides
+
+
+def _is_piece(node: fx.Node) -> bool:
+    """A getitem of what was cut."""
     source = first_argument(node)
     return isinstance(source, fx.Node) and op_name(source.target) in _SPLITS
 
@@ -54,23 +56,20 @@ def _rearranges_shards(node: fx.Node) -> bool:
 def _around_collectives(graph: fx.Graph) -> set[fx.Node]:
     """Rearrangements, views and casts that lead from a collective or to one with nothing else in
     between; linear."""
-    passing = [n for n in graph.nodes if _passes(n)]
+    collectives = [n for n in graph.nodes if traits_of(n.target).communicates]
     behind: set[fx.Node] = set()
-    for node in passing:
-        for above in node.all_input_nodes:
-            if above in behind or traits_of(above.target).communicates:
-                behind.add(node)
-                break
-    in_front: set[fx.Node] = set()
-    for node in reversed(passing):
-        if (
-            not node.users
-        ):  # a partitioner leaves what led to a collective of the other graph behind
-            in_front.add(node)
-        for user in node.users:
-            if user in in_front or traits_of(user.target).communicates:
-                in_front.add(node)
-                break
+    pending = list(collectives)
+    while pending:
+        passing = [n for n in pending.pop().users if n not in behind and _passes(n)]
+        behind.update(passing)
+        pending.extend(passing)
+    # A partitioner leaves what led to a collective of the other graph behind: without users.
+    in_front = {n for n in graph.nodes if not n.users and _passes(n)}
+    pending = [*collectives, *in_front]
+    while pending:
+        passing = [n for n in pending.pop().all_input_nodes if n not in in_front and _passes(n)]
+        in_front.update(passing)
+        pending.extend(passing)
     return behind | in_front
 
 

@@ -44,7 +44,10 @@ def with_shared_sizes(
             known = sizes[before.start] if before.start in inner_done else 0
             sizes[before.start] = max(size, known)
             inner_done.add(before.start)
-    return [replace(c, size_bytes=sizes[c.start]) for c in collectives]
+    return [
+        c if c.size_bytes == sizes[c.start] else replace(c, size_bytes=sizes[c.start])
+        for c in collectives
+    ]
 
 
 def _scaled(size: int, whole: Collective, part: Collective) -> int:

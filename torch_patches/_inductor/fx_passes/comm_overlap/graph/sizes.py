@@ -45,7 +45,7 @@ def report_bytes(size: int | torch.SymInt) -> int:
 
 def has_symbols(tensor: torch.Tensor) -> bool:
     """Some dimension or stride of ``tensor`` is symbolic."""
-    return any(isinstance(n, torch.SymInt) for n in (*tensor.shape, *tensor.stride()))
+    return torch.SymInt in {*map(type, tensor.shape), *map(type, tensor.stride())}
 
 
 def known_contiguous(tensor: torch.Tensor) -> bool:

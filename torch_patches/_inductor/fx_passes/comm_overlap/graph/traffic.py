@@ -14,6 +14,8 @@ Ranks with less data than others have zeros in its place, shaped like something 
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
@@ -46,7 +48,10 @@ def data_inputs(node: fx.Node) -> list[fx.Node]:
 
     A rank without data passes zeros on where others pass their part: that must look the same.
     """
-    inputs = [n for n in node.all_input_nodes if has_tensor(n)]
+    inputs = node.all_input_nodes
+    if len(inputs) == 1:
+        return inputs if has_tensor(inputs[0]) else []
+    inputs = [n for n in inputs if has_tensor(n)]
     if len(inputs) < 2:
         return inputs
     return [n for n in inputs if not _is_constant(n)] or inputs
@@ -73,13 +78,6 @@ def finishes_gradient(node: fx.Node) -> bool:
     return name == "add"
 
 
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """Users but the output that read a node's data; where there are none, those of its shape: on a
-    rank without data they stand for the readers that others have."""
-    readers = [user for user in node.users if not reads_only_shape(user)]
-    return [user for user in readers or node.users if user.op != "output"]
-
-
 def _places_in_output(graph: fx.Graph) -> dict[fx.Node, int]:
     """Number, among all values that leave the graph, of the first place where a node does."""
     leaving: list[object] = []
@@ -93,54 +91,66 @@ def _places_in_output(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 class TrafficFinder:
-    """Two linear sweeps over a graph, then constant-time answers."""
+    """Two linear sweeps over a graph, then constant-time answers.
+
+    Each looks only at what it can still reach, from the inputs down and from the output up.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._origin: dict[fx.Node, fx.Node | None] = {}
-        self._terminal: dict[fx.Node, bool] = {}
-        self._input_places = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
+        placeholders = graph.find_nodes(op="placeholder")
+        self._input_places = {n: i for i, n in enumerate(placeholders)}
         self._output_places = _places_in_output(graph)
+        #: The one tensor placeholder that a node is a rearrangement of; others are not in it.
+        self._origin: dict[fx.Node, fx.Node] = {n: n for n in placeholders if has_tensor(n)}
+        #: Nodes that lead to outputs only.
+        self._terminal: set[fx.Node] = set()
+        self._find_origins(graph)
+        self._find_terminals(graph)
+
+    def _find_origins(self, graph: fx.Graph) -> None:
+        origins = self._origin
+        below = {user for node in origins for user in node.users}
         for node in graph.nodes:
-            self._origin[node] = self._find_origin(node)
-        for node in reversed(graph.nodes):
-            self._terminal[node] = self._ends_in_output(node)
-            if self._terminal[node]:
-                self._output_places[node] = self._first_place(node)
-
-    def _first_place(self, node: fx.Node) -> int:
-        """The first output that a node leads to, if it leads to outputs only."""
-        places = [self._output_places[user] for user in _readers(node)]
-        if node in self._output_places:
-            places.append(self._output_places[node])
-        return min(places)
-
-    def _find_origin(self, node: fx.Node) -> fx.Node | None:
-        """The one tensor placeholder that ``node`` is a rearrangement of, or None."""
-        if node.op == "placeholder":
-            return node if has_tensor(node) else None
-        if node.op != "call_function" or not (passes_through(node) or reads_only_shape(node)):
-            return None
-        inputs = data_inputs(node)
-        if len(inputs) == 1:
-            return self._origin[inputs[0]]
-        origins = list(dict.fromkeys(self._origin[n] for n in inputs))
-        return origins[0] if len(origins) == 1 else None
-
-    def _ends_in_output(self, node: fx.Node) -> bool:
-        """All of :func:`_readers` finish a gradient; most nodes have a first user that does not."""
-        terminal = self._terminal
-        is_read = False
-        for user in node.users:
-            if traits_of(user.target).is_shape_only:
+            if node not in below or not (passes_through(node) or reads_only_shape(node)):
                 continue
-            is_read = True
-            if user.op != "output" and not (terminal[user] and finishes_gradient(user)):
-                return False
-        return is_read or (bool(node.users) and all(terminal[user] for user in node.users))
+            inputs = data_inputs(node)
+            origin = origins.get(inputs[0]) if inputs else None
+            if origin is not None and all(origins.get(n) is origin for n in inputs[1:]):
+                origins[node] = origin
+                below.update(node.users)
+
+    def _find_terminals(self, graph: fx.Graph) -> None:
+        terminal, places = self._terminal, self._output_places
+        finishing: set[fx.Node] = set()  # terminal ones that finish a gradient, and the output
+        above: set[fx.Node] = set()
+        for node in reversed(graph.nodes):
+            if node.op == "output":
+                finishing.add(node)
+                above.update(node.all_input_nodes)
+            elif node in above and (readers := self._finishing_readers(node, finishing)):
+                terminal.add(node)
+                places[node] = min([places[n] for n in (node, *readers) if n in places])
+                above.update(node.all_input_nodes)
+                if finishes_gradient(node):
+                    finishing.add(node)
+
+    def _finishing_readers(self, node: fx.Node, finishing: Set[fx.Node]) -> list[fx.Node]:
+        """Who reads a node's data; empty if one of them does not finish a gradient.  Where nobody
+        does, those who read its shape: on a rank without data they stand for the readers that
+        others have."""
+        readers = []
+        for user in node.users:
+            if user in finishing:
+                readers.append(user)
+            elif not reads_only_shape(user):  # true of most nodes
+                return []
+        if not readers and self._terminal.issuperset(node.users):
+            return list(node.users)
+        return readers
 
     def is_at_the_edge(self, node: fx.Node) -> bool:
         """Only rearranges an input of the graph, or only leads to outputs."""
-        return self._origin[node] is not None or self._terminal[node]
+        return node in self._origin or node in self._terminal
 
     def parameter_index(
         self, start: fx.Node, kind: CollectiveKind, waits: tuple[fx.Node, ...]
@@ -150,19 +160,19 @@ class TrafficFinder:
         Gradients leave a graph in the order of its inputs, so both give one order.
         """
         if kind is CollectiveKind.ALL_GATHER:
-            origins = {self._origin[n] for n in data_inputs(start)}
+            origins = {self._origin.get(n) for n in data_inputs(start)}
             origin = next(iter(origins)) if len(origins) == 1 else None
             return None if origin is None else self._input_places[origin]
-        places = [self._output_places[w] for w in waits if self._terminal[w]]
+        places = [self._output_places[w] for w in waits if w in self._terminal]
         return min(places, default=None)
 
     def of(self, start: fx.Node, kind: CollectiveKind, waits: tuple[fx.Node, ...]) -> Traffic:
         """Traffic of the collective that ``start`` launches."""
         if kind is CollectiveKind.ALL_GATHER:
             payload = data_inputs(start)
-            derived = bool(payload) and all(self._origin[n] is not None for n in payload)
+            derived = bool(payload) and all(n in self._origin for n in payload)
             return Traffic.PARAMETER if derived else Traffic.OTHER
         if kind in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE):
-            ends = bool(waits) and all(self._terminal[w] for w in waits)
+            ends = bool(waits) and self._terminal.issuperset(waits)
             return Traffic.GRADIENT if ends else Traffic.OTHER
         return Traffic.OTHER

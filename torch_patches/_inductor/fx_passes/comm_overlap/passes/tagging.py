@@ -20,6 +20,7 @@ import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     collective_kind,
+    find_starts,
     waits_by_start,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.graph_inputs import (
@@ -73,7 +74,7 @@ def tag_graph(graph: fx.Graph, recorded: Sequence[RecordedInput] = ()) -> int:
 
 def is_tagged(graph: fx.Graph) -> bool:
     """Whether any collective of the graph has a tag."""
-    return any(tag_of(n) is not None for n in graph.nodes if collective_kind(n) is not None)
+    return any(tag_of(start) is not None for start in find_starts(graph))
 
 
 def plan_tags(
@@ -93,7 +94,7 @@ def plan_tags(
     Raises:
         DescriptorMismatch: outputs and their descriptors differ in number.
     """
-    starts = {n: kind for n in graph.nodes if (kind := collective_kind(n)) is not None}
+    starts = find_starts(graph)
     facts = read_facts(graph, recorded) if starts else None
     if facts is None:
         untold = CollectiveTag(Traffic.OTHER, TagSource.UNTOLD)
@@ -128,33 +129,43 @@ class _Neutral:
 
 
 _NEUTRAL = _Neutral()
-_Origin = fx.Node | _Neutral | None
+_Origin = fx.Node | _Neutral
 
 
 def _find_origins(graph: fx.Graph, facts: Facts) -> dict[fx.Node, _Origin]:
     """The one parameter (its placeholder) that a node is computed from, if it is only prepared on
-    the way: cast, viewed, padded, quantised, gathered.  None for everything else."""
+    the way: cast, viewed, padded, quantised, gathered.  Nodes of any other data are not in it."""
     origins: dict[fx.Node, _Origin] = {}
     for node in graph.nodes:
-        origins[node] = _origin(node, facts, origins)
+        if node.op == "placeholder":
+            origin = _origin_of_input(node, facts)
+        elif node.op == "call_function":
+            origin = _origin(node, facts, origins)
+        else:
+            continue
+        if origin is not None:
+            origins[node] = origin
     return origins
 
 
-def _origin(node: fx.Node, facts: Facts, origins: Mapping[fx.Node, _Origin]) -> _Origin:
-    if node.op == "placeholder":
-        kind = facts.inputs[node].kind
-        if kind in (InputKind.PARAMETER, InputKind.UNKNOWN):
-            return node
-        return _NEUTRAL if kind is InputKind.BUFFER else None
-    if node.op != "call_function":
-        return None
+def _origin_of_input(node: fx.Node, facts: Facts) -> _Origin | None:
+    kind = facts.inputs[node].kind
+    if kind in (InputKind.PARAMETER, InputKind.UNKNOWN):
+        return node
+    return _NEUTRAL if kind is InputKind.BUFFER else None
+
+
+def _origin(node: fx.Node, facts: Facts, origins: Mapping[fx.Node, _Origin]) -> _Origin | None:
     if reads_only_shape(node):
         return _NEUTRAL
-    found = [origins[n] for n in node.all_input_nodes if has_tensor(n)]
+    found: list[_Origin] = []
+    for source in node.all_input_nodes:
+        if has_tensor(source):
+            if source not in origins:  # true of most nodes
+                return None
+            found.append(origins[source])
     if not found:
         return _NEUTRAL if _is_aten(node) and op_name(node.target) in _CREATION_OPS else None
-    if None in found:  # true of most nodes
-        return None
     parameters = [o for o in dict.fromkeys(found) if isinstance(o, fx.Node)]
     if len(parameters) != 1:
         return _NEUTRAL if not parameters and _prepares(node) else None
@@ -183,7 +194,7 @@ def _is_aten(node: fx.Node) -> bool:
 
 def _gathered(start: fx.Node, facts: Facts, origins: Mapping[fx.Node, _Origin]) -> Fact | None:
     """The parameter that a gather gathers, or None."""
-    origin = origins[start]
+    origin = origins.get(start)
     return facts.inputs[origin] if isinstance(origin, fx.Node) else None
 
 
@@ -204,12 +215,17 @@ def _same_origin(start: fx.Node, origins: Mapping[fx.Node, _Origin]) -> list[fx.
 
 def _find_gradients(
     graph: fx.Graph, facts: Facts, origins: Mapping[fx.Node, _Origin]
-) -> dict[fx.Node, Fact | None]:
-    """The parameter for whose gradient alone a node is computed; None if it has another use."""
+) -> dict[fx.Node, Fact]:
+    """The parameter for whose gradient alone a node is computed; those of another use are not in it."""
     places = _output_places(facts.outputs)
-    gradients: dict[fx.Node, Fact | None] = {}
+    gradients: dict[fx.Node, Fact] = {}
+    above = set(places)  # of what else leads to no gradient, nothing can
     for node in reversed(graph.nodes):
-        gradients[node] = _gradient(node, places.get(node, ()), facts, gradients, origins)
+        if node in above:
+            fact = _gradient(node, places.get(node, ()), facts, gradients, origins)
+            if fact is not None:
+                gradients[node] = fact
+                above.update(node.all_input_nodes)
     return gradients
 
 
@@ -225,7 +241,7 @@ def _gradient(
     node: fx.Node,
     places: Sequence[int],
     facts: Facts,
-    gradients: Mapping[fx.Node, Fact | None],
+    gradients: Mapping[fx.Node, Fact],
     origins: Mapping[fx.Node, _Origin],
 ) -> Fact | None:
     found: Fact | None = None
@@ -237,7 +253,7 @@ def _gradient(
     for user in node.users:
         if user.op == "output" or reads_only_shape(user):
             continue
-        fact = gradients[user]
+        fact = gradients.get(user)
         if fact is None or not _finishes(user, node, origins):
             return None
         found = found or fact
@@ -250,26 +266,25 @@ def _finishes(node: fx.Node, gradient: fx.Node, origins: Mapping[fx.Node, _Origi
     if finishes_gradient(node):
         return True
     others = [n for n in node.all_input_nodes if has_tensor(n) and n is not gradient]
-    return _is_aten(node) and _prepares(node) and all(origins[n] is not None for n in others)
+    return _is_aten(node) and _prepares(node) and all(n in origins for n in others)
 
 
 def _reduced(
-    kind: CollectiveKind, waits: Sequence[fx.Node], gradients: Mapping[fx.Node, Fact | None]
+    kind: CollectiveKind, waits: Sequence[fx.Node], gradients: Mapping[fx.Node, Fact]
 ) -> Fact | None:
     """The parameter whose gradient a reduction reduces, or None."""
     if kind not in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE) or not waits:
         return None
-    facts = [gradients[wait] for wait in waits]
-    return None if any(fact is None for fact in facts) else facts[0]
+    return gradients[waits[0]] if all(wait in gradients for wait in waits) else None
 
 
-def _finishing(start: fx.Node, gradients: Mapping[fx.Node, Fact | None]) -> list[fx.Node]:
+def _finishing(start: fx.Node, gradients: Mapping[fx.Node, Fact]) -> list[fx.Node]:
     """What lies between a reduction and the gradients that leave the graph."""
     chain: dict[fx.Node, None] = {}
     pending = [start]
     while pending:
         for user in pending.pop().users:
-            if user.op != "output" and user not in chain and gradients[user] is not None:
+            if user in gradients and user not in chain:
                 chain[user] = None
                 pending.append(user)
     return list(chain)
