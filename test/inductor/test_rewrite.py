@@ -17,6 +17,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.metrics import (
     max_consecutive_compute_between_reduce_scatters,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import tensors_of
+from torch_patches._inductor.fx_passes.comm_overlap.graph.ordering import check_order, relink
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Traffic
@@ -540,3 +541,35 @@ def test_what_leaves_the_graph_is_replaced_at_the_end_through_every_step():
     (output,) = gm.graph.find_nodes(op="output")
     assert list(output.all_input_nodes) == [third]
     gm.graph.lint()
+
+
+def unary_chain():
+    graph = fx.Graph()
+    first = graph.placeholder("x")
+    second = graph.call_function(aten.relu.default, (first,))
+    third = graph.call_function(aten.neg.default, (second,))
+    graph.output(third)
+    return graph, second, third
+
+
+def test_the_check_of_an_order_sees_a_reader_in_front():
+    graph, second, third = unary_chain()
+    check_order(graph)
+    first, *_, output = graph.nodes
+    relink(graph, [first, third, second, output])
+    with pytest.raises(RuntimeError, match="reads what stands behind"):
+        check_order(graph)
+
+
+def test_the_check_of_an_order_sees_what_is_in_another_graph():
+    graph, _, third = unary_chain()
+    third.args = (unary_chain()[1],)
+    with pytest.raises(RuntimeError, match="not in the graph"):
+        check_order(graph)
+
+
+def test_the_check_of_an_order_sees_one_name_twice():
+    graph, second, third = unary_chain()
+    third.name = second.name
+    with pytest.raises(RuntimeError, match="one name"):
+        check_order(graph)

@@ -30,6 +30,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.control import (
     insert_overlap_dependencies,
     plan_overlap_dependencies,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.graph.ordering import check_order
 from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
 from torch_patches._inductor.fx_passes.comm_overlap.notices import (
@@ -213,7 +214,7 @@ def _take_over(
 def _apply(graph: fx.Graph, skeleton: Skeleton, plan: Plan, options: Options) -> Skeleton:
     if plan.buckets or plan.moves or plan.order:
         apply_plan(graph, skeleton, plan, run_eagerly=options.run_eagerly)
-        graph.lint()
+        check_order(graph)
     after = collect(graph)
     check_fences(skeleton, after, plan)
     return after

@@ -33,7 +33,10 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
 from torch_patches._inductor.fx_passes.comm_overlap.graph.control import Overlap
-from torch_patches._inductor.fx_passes.comm_overlap.graph.ordering import relink
+from torch_patches._inductor.fx_passes.comm_overlap.graph.ordering import (
+    check_order,
+    relink,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
@@ -166,8 +169,7 @@ class _Attempts:
         self.before = before
         self.operations = 0
         self._track: Track | None = None  # of the graph as it was given
-        self._snapshot = Snapshot(graph)
-        self._changed = False
+        self._given: Snapshot | None = None  # the graph as it was given, while it is changed
 
     def best_of_both_orders(self) -> _Applied | None:
         """The first way that holds with compute in an order that lets other collectives start
@@ -186,7 +188,7 @@ class _Attempts:
         order = earlier_others(self._read(), self.before.timeline, self._caps.peak_bytes)
         if order is None:
             return None
-        self._snapshot, self._changed = Snapshot(self._graph), True
+        self._given = Snapshot(self._graph)
         relink(self._graph, order)
         track = self._track_of(self._forecast(collect(self._graph)))
         choice = EstimatedChoice(self._options, self._limits)
@@ -233,9 +235,9 @@ class _Attempts:
 
     def _read(self) -> Track:
         """The graph as it was given."""
-        if self._changed:
-            self._snapshot.restore()  # which makes new nodes in the place of those that were erased
-            self._changed, self._track = False, None
+        if self._given is not None:
+            self._given.restore()  # which makes new nodes in the place of those that were erased
+            self._given = self._track = None
             self.before = self._forecast(collect(self._graph))
         if self._track is None:
             self._track = self._track_of(self.before)
@@ -253,7 +255,7 @@ class _Attempts:
         """Changes the graph; None, and the choice is told, where the way does not hold."""
         track = self._read()
         way = _legal(self._graph, track, way)
-        self._snapshot, self._changed = Snapshot(self._graph), True
+        self._given = Snapshot(self._graph)
         after = self._changed_by(way.plan)
         problem = self._problem(way, track, after)
         if problem is None:
@@ -267,7 +269,7 @@ class _Attempts:
         """Applies the plan; what the graph then is like."""
         skeleton, eager = self.before.skeleton, self._options.run_eagerly
         apply_plan(self._graph, skeleton, plan, run_eagerly=eager)
-        self._graph.lint()
+        check_order(self._graph)
         after = self._forecast(collect(self._graph))
         check_fences(skeleton, after.skeleton, plan)
         return after

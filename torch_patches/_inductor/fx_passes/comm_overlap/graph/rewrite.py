@@ -50,7 +50,7 @@ def apply_plan(
 ) -> None:
     """Merges the buckets of ``plan`` and restores a topological order; the graph changes in place.
 
-    Near-linear in the graph.  The caller lints and recompiles once.
+    Near-linear in the graph.  The caller checks the order and recompiles once.
 
     Args:
         run_eagerly: emit what PyTorch runs well op by op, not what Inductor compiles well.
