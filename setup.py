@@ -25,6 +25,7 @@ setup(
     package_data={"torch_patches": ["py.typed"]},
     install_requires=["torch>=2.11"],
     entry_points={
+        "console_scripts": ["torch-patches = torch_patches.cli:main"],
         # torch.compile(backend="aot_eager_comm_overlap") finds it without an import of ours.
         "torch_dynamo_backends": [
             "aot_eager_comm_overlap = torch_patches.backend:aot_eager_comm_overlap",

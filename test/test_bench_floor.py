@@ -29,8 +29,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     collect,
     collective_kind,
 )
+from torch_patches.captured import load_captured
 from torch_patches.testing.backends import as_on_gpu
-from torch_patches.testing.captured import load_captured
 from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.strategies import build_case, random_options, random_recipe
 

@@ -31,7 +31,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import registered_ranks
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind
-from torch_patches.testing.captured import load_captured
+from torch_patches.captured import load_captured
 from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.models import MoE, MoEConfig
 

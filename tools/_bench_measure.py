@@ -28,8 +28,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import decision_bytes, tensor_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind, Skeleton, Traffic
+from torch_patches.captured import load_captured
 from torch_patches.testing.backends import as_on_gpu
-from torch_patches.testing.captured import load_captured
 
 GIB = 2**30
 _COPY_IN = "_pre_bucket_all_gather"

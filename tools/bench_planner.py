@@ -47,7 +47,7 @@ from _bench_measure import GIB, Planner, exposed_at_the_ends, measure, planned, 
 import torch_patches
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
-from torch_patches.testing.captured import load_captured
+from torch_patches.captured import load_captured
 
 INPUT, TORCH_PRE, TORCH, OURS = "input", "torch+pre", "torch", "ours"
 #: torch deciding by our times instead of its own formulas (``--torch-estimates``).

@@ -6,9 +6,9 @@
 
 A file is gzipped JSON: nodes with their targets, arguments, tensor metadata and the metadata that
 passes use; subgraphs; process groups with their ranks.  There are no tensor data, stack traces or
-paths of the machine that captured; of a module's class there is the name (``_captured_modules``).
+paths of the machine that captured; of a module's class there is the name (``_modules``).
 Loading a file from anywhere is safe: names only select from lists in this package (see
-``_captured_targets``), everything that ends up in generated code is an identifier, and sizes are
+``_targets``), everything that ends up in generated code is an identifier, and sizes are
 bounded.  Anything else raises :class:`CaptureFormatError`.
 """
 
@@ -26,9 +26,9 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_patches.testing._captured_graphs import GraphDecoder, GraphEncoder
-from torch_patches.testing._captured_targets import CaptureFormatError, is_stub
-from torch_patches.testing._captured_values import OpaqueValue
+from torch_patches.captured._graphs import GraphDecoder, GraphEncoder
+from torch_patches.captured._targets import CaptureFormatError, is_stub
+from torch_patches.captured._values import OpaqueValue
 
 __all__ = [
     "CaptureFormatError",

@@ -20,13 +20,13 @@ import torch.utils._pytree as pytree
 from torch._functorch._aot_autograd import descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from torch_patches.testing._captured_symbols import (
+from torch_patches.captured._symbols import (
     SYMBOLIC_TYPES,
     SymbolDecoder,
     SymbolEncoder,
     check_integer,
 )
-from torch_patches.testing._captured_targets import (
+from torch_patches.captured._targets import (
     CaptureFormatError,
     TargetDecoder,
     encode_target,

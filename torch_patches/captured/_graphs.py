@@ -13,17 +13,17 @@ import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_patches.testing._captured_modules import (
+from torch_patches.captured._modules import (
     ModuleStackEncoder,
     decode_module_stacks,
     is_identifier,
 )
-from torch_patches.testing._captured_targets import (
+from torch_patches.captured._targets import (
     CaptureFormatError,
     TargetDecoder,
     encode_target,
 )
-from torch_patches.testing._captured_values import ValueDecoder, ValueEncoder
+from torch_patches.captured._values import ValueDecoder, ValueEncoder
 
 # Kept as they are: JSON scalars.
 _PLAIN_META = ("ac_graph_id", "partitioner_tag", "seq_nr", "autograd_backward", "is_backward")
