@@ -18,7 +18,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,10 +113,23 @@ def load_captured(path: str | Path) -> Captured:
         CaptureFormatError: the file is damaged, hostile, too large or of another format.
         OSError: it cannot be read at all.
     """
+    return _checked(lambda: _read(path), Path(path).name)
+
+
+def load_text_document(document: dict[str, Any], what: str) -> Captured:
+    """A document that was made from text; see ``_readable``.
+
+    Raises:
+        CaptureFormatError: the text holds what a capture may not hold.
+    """
+    return _checked(lambda: document, what)
+
+
+def _checked(read: Callable[[], dict[str, Any]], what: str) -> Captured:
     try:
-        return decode_document(_read(path))
+        return decode_document(read())
     except CaptureFormatError as error:
-        raise CaptureFormatError(f"{Path(path).name}: {error}") from error
+        raise CaptureFormatError(f"{what}: {error}") from error
     except (
         ArithmeticError,
         AssertionError,
@@ -128,7 +141,7 @@ def load_captured(path: str | Path) -> Captured:
         ValueError,
     ) as error:
         # Each decoder takes its part of the document at its word; what does not fit ends here.
-        raise CaptureFormatError(f"{Path(path).name}: malformed ({error!r:.300})") from error
+        raise CaptureFormatError(f"{what}: malformed ({error!r:.300})") from error
 
 
 def registered_groups() -> dict[str, CapturedGroup]:

@@ -75,9 +75,11 @@ class MeshEncoder:
 def describe_mesh(value: Any) -> CapturedMesh | None:
     """What is known of a value that stands for a DeviceMesh; None for other values."""
     value = getattr(value, "real_obj", value)  # AOTAutograd traces a fake object around it
-    if type(value).__name__ != "DeviceMesh" or not hasattr(value, "mesh"):
+    if type(value).__name__ != "DeviceMesh":
         return None
-    with unset_fake_temporarily(), torch.no_grad():
+    with unset_fake_temporarily(), torch.no_grad():  # the ranks are a tensor
+        if not isinstance(getattr(value, "mesh", None), torch.Tensor):
+            return None
         mesh = value.mesh.cpu()
         ranks = tuple(int(rank) for rank in mesh.flatten().tolist())
     names = tuple(str(name) for name in value.mesh_dim_names or ())

@@ -30,7 +30,10 @@ from torch_patches.cli._common import EXIT_USAGE, CommandError, set_up_logging
 __all__ = ["COMMANDS", "main"]
 
 #: In the order of ``--help``.
-COMMANDS = ("diff",)
+COMMANDS = (
+    "replay",
+    "diff",
+)
 
 _DESCRIPTION = """\
 See what torch_patches does with the collectives of compiled programs, without GPUs.

@@ -127,7 +127,7 @@ def run_joint(
             other failure the graph has no tags (structure decides), with one warning.
     """
     if options.bucketing_mode != "none":
-        _tag(graph, recorded)
+        tag_or_leave(graph, recorded)
     fused = fuse_or_leave(graph, options)
     kept = keep_or_leave(graph, options)
     if not (fused.fusions or fused.refusals or kept.gathers):
@@ -140,7 +140,8 @@ def run_joint(
     return report
 
 
-def _tag(graph: fx.Graph, recorded: Sequence[RecordedInput]) -> None:
+def tag_or_leave(graph: fx.Graph, recorded: Sequence[RecordedInput]) -> None:
+    """Tags the collectives of a graph; one that cannot be tagged stays without, with one warning."""
     try:
         tag_graph(graph, recorded)
     except RANK_LOCAL_ERRORS:
@@ -160,7 +161,7 @@ def tags_digest(
     have other tags, since those come from the joint graph.
     """
     if not is_tagged(module.graph):
-        _tag(module.graph, recorded)
+        tag_or_leave(module.graph, recorded)
     names = options is not None and options.reads_modules
     digest = hashlib.sha256()
     for inner in module.modules():
@@ -218,7 +219,7 @@ def run_post_grad(
     if not options.changes:
         return None
     if options.bucketing_mode != "none" and not is_tagged(graph):
-        _tag(graph, recorded)
+        tag_or_leave(graph, recorded)
     if options.cross_rank_check == "off":
         changed = _attempt(graph, options, estimated)
     else:
