@@ -6,6 +6,7 @@ have no data, so nothing of a file is executed and nothing is allocated.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ _NAMESPACES = ("aten", "prims", "_c10d_functional", "c10d_functional", "bucketin
 _MAKERS = ("full", "zeros", "ones", "empty", "empty_strided", "arange", "iota", "scalar_tensor", "rand",
            "randn", "randint", "randperm", "eye", "linspace", "empty_permuted", "inductor_seeds",
            "inductor_seed", "inductor_random", "inductor_randint")  # fmt: skip
+_MAX_RESULTS = 2**16
 _PYTHON = frozenset(map(id, PYTHON_CALLABLES.values()))
 
 
@@ -38,9 +40,26 @@ def propagate(module: fx.GraphModule, fake_mode: FakeTensorMode) -> list[str]:
                 _take_attribute(module, node)
             if node.op != "call_function" or "val" in node.meta:
                 continue
-            if not _compute(node):
+            if not (_compute(node) or _take_from_users(node)):
                 missing.append(node.name)
     return missing
+
+
+def _take_from_users(node: fx.Node) -> bool:
+    """Values of several results, where the text annotates each where it is taken: printed graphs say
+    nothing of tuples."""
+    parts = {user.args[1]: user.meta.get("val") for user in node.users if _is_getitem(user)}
+    if not parts or not all(isinstance(place, int) and place >= 0 for place in parts):
+        return False
+    places = [place for place in parts if isinstance(place, int)]
+    if len(places) != len(node.users) or max(places) >= _MAX_RESULTS:
+        return False
+    node.meta["val"] = [parts.get(place) for place in range(max(places) + 1)]
+    return True
+
+
+def _is_getitem(node: fx.Node) -> bool:
+    return node.target is operator.getitem and len(node.args) == 2 and "val" in node.meta
 
 
 def _take_attribute(module: fx.GraphModule, node: fx.Node) -> None:

@@ -32,7 +32,7 @@ from torch_patches.captured._readable import (
     read_printed,
     read_repro,
 )
-from torch_patches.captured._trace import SCHEDULE, Entry, Trace, is_trace, read_trace
+from torch_patches.captured._trace import GRAPHS, Entry, Trace, is_trace, read_trace
 
 __all__ = ["Loaded", "is_capture", "load_any", "load_compile"]
 
@@ -118,9 +118,16 @@ def load_compile(
     sizes: Mapping[str, int] | None = None,
     compile_id: str | None = None,
     what: str = "the log",
+    kinds: Sequence[str] = GRAPHS,
 ) -> Loaded:
     """Graphs of one compile of a log: "joint", "fw" and "bw" (as the passes got them, or as AOTAutograd
     made them where the compile came from a cache), "fw_after" and "bw_after" (what was compiled).
+
+    Args:
+        trace: what :func:`read_trace` found.
+        groups, sizes, compile_id: as for :func:`load_any`.
+        what: for error texts.
+        kinds: of the graphs to read.
 
     Raises:
         CaptureFormatError: there is no such compile, or a graph cannot be read.
@@ -133,7 +140,7 @@ def load_compile(
     symbols = Symbols({**trace.hints, **(sizes or {})})
     graphs: dict[str, ReadGraph] = {}
     for entry in trace.of(compile_id):
-        if entry.kind == SCHEDULE:
+        if entry.kind not in kinds:
             continue
         read = read_printed(entry.payload, symbols, f"{what}, {entry.kind} of {compile_id}")
         graphs[_name_of(entry.kind, read)] = read

@@ -31,6 +31,7 @@ __all__ = ["COMMANDS", "main"]
 
 #: In the order of ``--help``.
 COMMANDS = (
+    "capture",
     "replay",
     "diff",
 )

@@ -28,6 +28,8 @@ from torch_patches.cli._inputs import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from torch_patches._inductor.fx_passes.comm_overlap.options import Options
     from torch_patches.captured.files import Loaded
 
@@ -64,6 +66,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
+    out = None if arguments.json else console()
     options = options_of(read_flags(arguments), "replay")
     loaded = load(arguments, arguments.file)
     names = choose_graphs(loaded, arguments.graph)
@@ -75,11 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
                 shown[name], changed[name] = _replay(loaded, name, options, arguments)
     if arguments.save is not None:
         _save(loaded, changed, arguments)
-    if arguments.json:
+    if out is None:
         print_json({"file": arguments.file.name, "kind": loaded.kind,
                     "warnings": loaded.warnings, "graphs": shown})  # fmt: skip
     else:
-        _print(shown)
+        _print(out, shown)
     return EXIT_DIFFERS if any(_failed(graph) for graph in shown.values()) else EXIT_OK
 
 
@@ -140,10 +143,9 @@ def _save(loaded: Loaded, changed: dict[str, Any], arguments: argparse.Namespace
 # -- output ---------------------------------------------------------------------------------------
 
 
-def _print(shown: dict[str, Any]) -> None:
+def _print(out: Console, shown: dict[str, Any]) -> None:
     from rich.table import Table
 
-    out = console()
     for name, graph in shown.items():
         columns = [key for key in ("before", "after", "torch") if key in graph]
         table = Table(title=name, title_justify="left")

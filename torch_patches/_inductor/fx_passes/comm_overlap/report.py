@@ -86,7 +86,9 @@ class Report:
             ``max_consecutive_compute_between_reduce_scatters``.
         operations: counted work of the search.
         schedule_hash: equal on two ranks exactly if they launch the same collectives in the same
-            order; compare it offline when a job hangs.
+            order; compare it offline when a job hangs (``torch-patches diff``).
+        launches: the collectives of the result in order, as texts without names of this rank; what
+            the hash is made of.
         cross_rank: what came of comparing ranks (cross_rank_check); empty where nobody did.
         failure: why the graph was left as it was, or None.
         estimates: constants behind the figures that follow; empty where nothing was estimated.
@@ -134,6 +136,7 @@ class Report:
     max_consecutive_compute_after: int = 0
     operations: int = 0
     schedule_hash: str = ""
+    launches: tuple[str, ...] = ()
     cross_rank: str = ""
     failure: str | None = None
     estimates: str = ""

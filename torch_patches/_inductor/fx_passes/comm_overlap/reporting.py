@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -33,9 +34,12 @@ from torch_patches._inductor.fx_passes.comm_overlap.report import (
     Report,
     SpanReport,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.schedule_hash import schedule_hash
+from torch_patches._inductor.fx_passes.comm_overlap.schedule_hash import hash_of, launch_texts
 
 log = logging.getLogger(__name__)
+
+#: Name of the artifact with the launches and their hash.
+SCHEDULE_ARTIFACT = "comm_overlap_schedule"
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +118,7 @@ def build_report(
     """Assembles the report of a run whose plan has been applied to ``graph``."""
     buckets = tuple(describe_bucket(bucket) for bucket in plan.buckets)
     share = displaced_share(before.nodes, tuple(graph.nodes))
+    launches = tuple(launch_texts(after, before.collectives))
     return Report(
         mode=options.bucketing_mode,
         collectives_before=count_launches(before.collectives),
@@ -131,13 +136,15 @@ def build_report(
         max_consecutive_compute_before=before.max_consecutive_compute,
         max_consecutive_compute_after=max_consecutive_compute_between_reduce_scatters(graph),
         operations=plan.operations,
-        schedule_hash=schedule_hash(after, before.collectives),
+        schedule_hash=hash_of(launches),
+        launches=launches,
     )
 
 
 def fusion_report(options: Options, fused: Fused, after: Skeleton) -> Report:
     """The report of a joint graph, or of a graph in which nothing but chains was looked at."""
     before = fused.before or after.collectives
+    launches = tuple(launch_texts(after, before))
     return with_fusions(
         Report(
             mode=options.bucketing_mode,
@@ -146,7 +153,8 @@ def fusion_report(options: Options, fused: Fused, after: Skeleton) -> Report:
             groups_before=summarize_groups(before),
             groups_after=summarize_groups(after.collectives),
             told_by=count_sources(before),
-            schedule_hash=schedule_hash(after, before),
+            schedule_hash=hash_of(launches),
+            launches=launches,
             failure=fused.failure,
         ),
         fused,
@@ -211,7 +219,8 @@ def _describe_span(span: CollectiveSpan) -> SpanReport:
 
 
 def emit_report(report: Report) -> None:
-    """One INFO line, counters in ``counters["inductor"]`` and a ``trace_structured`` artifact.
+    """One INFO line, counters in ``counters["inductor"]`` and two ``trace_structured`` artifacts: the
+    report, and :data:`SCHEDULE_ARTIFACT`.
 
     The log record carries the whole object as ``record.report``, for a handler of the user's.
 
@@ -235,6 +244,18 @@ def emit_report(report: Report) -> None:
         metadata_fn=lambda: {"name": "comm_overlap_report", "encoding": "json"},
         payload_fn=report.to_json,
     )
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": SCHEDULE_ARTIFACT, "encoding": "json"},
+        payload_fn=lambda: _schedule(report),
+    )
+
+
+def _schedule(report: Report) -> str:
+    """What ``torch-patches diff`` compares between ranks; on a cache hit, where no pass runs, it takes
+    the same from the graph that torch emits again."""
+    schedule = {"phase": report.phase, "schedule_hash": report.schedule_hash}
+    return json.dumps({**schedule, "launches": report.launches}, indent=1)
 
 
 def _count_buckets(counts: Counter[str], report: Report) -> None:
