@@ -34,6 +34,7 @@ COMMANDS = (
     "capture",
     "replay",
     "diff",
+    "calibrate",
 )
 
 _DESCRIPTION = """\
