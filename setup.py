@@ -22,7 +22,7 @@ setup(
     license="BSD-3-Clause",
     python_requires=">=3.11",
     packages=find_packages(include=["torch_patches", "torch_patches.*"]),
-    package_data={"torch_patches": ["py.typed"]},
+    package_data={"torch_patches": ["py.typed", "viewing/templates/*"]},
     install_requires=["torch>=2.11"],
     entry_points={
         "console_scripts": ["torch-patches = torch_patches.cli:main"],

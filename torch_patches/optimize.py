@@ -16,6 +16,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.options import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 from torch_patches.mesh_groups import with_groups
+from torch_patches.viewing.record import observe
 
 
 class _FromFlag:
@@ -166,7 +167,7 @@ def optimize_graph(
     written = recording.begin("optimize_graph", gm, options)
     if written is not None:
         written.before(gm.graph)
-    report = pipeline.optimize_graph(gm, with_groups(gm, options))
+    report = pipeline.optimize_graph(gm, with_groups(gm, options), observe)
     if written is not None:
         written.after(gm.graph)
     return report

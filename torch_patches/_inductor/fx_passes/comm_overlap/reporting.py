@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
@@ -21,6 +21,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.metrics import (
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import report_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.overlap import Overlapped
+from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import memory_limits
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Bucket,
     Collective,
@@ -33,6 +34,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.report import (
     GroupReport,
     Report,
     SpanReport,
+    Story,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.schedule_hash import hash_of, launch_texts
 
@@ -44,19 +46,51 @@ SCHEDULE_ARTIFACT = "comm_overlap_schedule"
 
 @dataclass(frozen=True, eq=False)
 class Before:
-    """What a report needs from the graph before it changes."""
+    """What a report needs from the graph before it changes.
+
+    Args:
+        inputs: names of what each node reads, for an observer; empty where there is none.
+    """
 
     nodes: tuple[fx.Node, ...]
     max_consecutive_compute: int
     collectives: tuple[Collective, ...]
+    inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @staticmethod
-    def of(graph: fx.Graph, skeleton: Skeleton) -> Before:
+    def of(graph: fx.Graph, skeleton: Skeleton, observed: bool = False) -> Before:
+        inputs: dict[str, tuple[str, ...]] = {}
+        if observed:  # names, since a rewrite gives the nodes other inputs
+            inputs = {n.name: tuple(i.name for i in n.all_input_nodes) for n in graph.nodes}
         return Before(
             tuple(graph.nodes),
             max_consecutive_compute_between_reduce_scatters(graph),
             skeleton.collectives,
+            inputs,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """What an observer may read of one run; its forecasts hold graphs, which it must not keep.
+
+    Args:
+        before, after: of the graph as it was given, and as it is now.
+        inputs: names of what each node read before; the nodes of ``before`` have other inputs now.
+        cap_bytes, held_cap_bytes: most live bytes that were allowed, with inputs freed and held.
+        options: of the run.
+    """
+
+    before: Forecast
+    after: Forecast
+    inputs: Mapping[str, tuple[str, ...]]
+    cap_bytes: int
+    held_cap_bytes: int
+    options: Options
+
+
+#: Looks at a run when it is done, and keeps what can show it later.
+Observer = Callable[[Observed], Story]
 
 
 def count_launches(collectives: Sequence[Collective]) -> dict[str, int]:
@@ -202,6 +236,28 @@ def with_forecasts(report: Report, overlapped: Overlapped, given: Forecast | Non
         held_peak_bytes_after=after.held_peak_bytes,
         spans=tuple(map(_describe_span, after.timeline.spans)),
     )
+
+
+def with_story(
+    report: Report,
+    overlapped: Overlapped,
+    given: Forecast | None,
+    inputs: Mapping[str, tuple[str, ...]],
+    options: Options,
+    observer: Observer,
+) -> Report:
+    """The report with what ``observer`` keeps of the runs; ``given`` as for :func:`with_forecasts`,
+    ``inputs`` as :class:`Observed` has them."""
+    before = overlapped.before  # the caps count from it
+    observed = Observed(
+        before=given or before,
+        after=overlapped.after,
+        inputs=inputs,
+        cap_bytes=memory_limits(options, before.peak_bytes).peak_bytes,
+        held_cap_bytes=memory_limits(options, before.held_peak_bytes).peak_bytes,
+        options=options,
+    )
+    return replace(report, story=observer(observed))
 
 
 def _describe_span(span: CollectiveSpan) -> SpanReport:
