@@ -45,6 +45,7 @@ setup(
             "jinja2>=3.1,<4",
             "matplotlib>=3.9,<4",
             "rich>=13.7,<16",
+            "selenium>=4.20,<5",
         ],
     },
 )

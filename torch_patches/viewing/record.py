@@ -34,6 +34,18 @@ from torch_patches._inductor.fx_passes.comm_overlap.reporting import Observed
 if TYPE_CHECKING:
     from torch_patches.viewing.picture import Picture
 
+#: Fields of the options that follow from others, or say how the run was started.
+_NOT_FOR_PEOPLE = frozenset(
+    {
+        "calibration",
+        "calibration_digest",
+        "estimation_digest",
+        "groups",
+        "insert_overlap_deps",
+        "module_names_checked",
+        "module_stack_digest",
+    }
+)
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 
 
@@ -262,9 +274,10 @@ def _module(node: fx.Node) -> str:
 
 def _constants(model: RuntimeModel) -> dict[str, str]:
     device = model.device
-    told = {"estimates": model.describe(), "GPUs a node": str(model.gpus_per_node)}
-    for part in (model.host, model.interference, device):
-        told |= {name: _plain(getattr(part, name)) for name in _names(part)}
+    told = {"estimates": model.describe(), "gpus_per_node": str(model.gpus_per_node)}
+    for title, part in (("host", model.host), ("", model.interference), ("device", device)):
+        prefix = f"{title}." if title else ""  # host and device have names in common
+        told |= {prefix + name: _plain(getattr(part, name)) for name in _names(part)}
     return told
 
 
@@ -275,16 +288,18 @@ def _names(part: object) -> Iterable[str]:
 def _told_options(options: Options) -> dict[str, str]:
     """Texts, so that no function of the user's stays alive."""
     default = Options()
-    told = {f.name: getattr(options, f.name) for f in fields(options) if f.repr}
-    told |= {"custom_runtime_estimation": options.custom_runtime_estimation is not None}
-    told |= {"module_stack_fn": options.module_stack_fn is not None}
-    changed = [n for n in told if getattr(options, n) != getattr(default, n)]
-    ordered = [*changed, *(name for name in told if name not in changed)]
-    return {name: _plain(told[name]) for name in ordered}
+    names = [f.name for f in fields(options) if f.name not in _NOT_FOR_PEOPLE]
+    changed = [n for n in names if getattr(options, n) != getattr(default, n)]
+    ordered = [*changed, *(name for name in names if name not in changed)]
+    return {name: _plain(getattr(options, name)) for name in ordered}
 
 
 def _plain(value: object) -> str:
     """A function by its name: its address says nothing."""
     if callable(value):
         return str(getattr(value, "__qualname__", type(value).__qualname__))
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {each}".removeprefix("torch.") for key, each in value.items())
+    if isinstance(value, Link):
+        return f"{value.base_us} us + {value.hop_us} us a hop, {value.gb_per_s} GB/s"
     return str(value)

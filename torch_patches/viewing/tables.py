@@ -143,8 +143,7 @@ def _count(group: GroupReport | None) -> str:
 def _options(picture: Picture) -> Iterator[Row]:
     default = Options()
     for name, value in picture.options.items():
-        known = str(getattr(default, name, None))
-        yield {"name": name, "value": value, "changed": value != known and value != "False"}
+        yield {"name": name, "value": value, "changed": value != str(getattr(default, name))}
 
 
 def _pairs(items: Iterable[tuple[str, str]]) -> Iterator[Row]:

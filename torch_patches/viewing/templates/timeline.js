@@ -9,7 +9,9 @@
   const MIB = 1048576;
 
   // Neighbours in number stand far apart in hue (the golden ratio), and no bucket is red.
-  const bucketColour = (b) => `hsl(${40 + (b * 0.618034 + 0.2) % 1 * 275} 46% ${b % 2 ? 54 : 63}%)`;
+  const hues = [];
+  const bucketColour = (b) =>
+    (hues[b] ??= `hsl(${40 + (b * 0.618034 + 0.2) % 1 * 275} 46% ${b % 2 ? 54 : 63}%)`);
 
   const time = (ms) =>
     ms >= 100 ? `${ms.toFixed(1)} ms` : ms >= 0.1 ? `${ms.toFixed(3)} ms` : `${(ms * 1000).toFixed(1)} µs`;
@@ -72,6 +74,7 @@
       });
       this.selected = null; // a bucket, or a flight without one
       this.frames = 0;
+      this.width = 300; // of the canvases in CSS pixels; asking the page each time is slow
       this.reset();
       sheet.querySelectorAll("[data-zoom]").forEach((button) =>
         button.addEventListener("click", () => this.command(button.dataset.zoom)));
@@ -105,7 +108,6 @@
       else if (name === "all") this.reset();
     }
 
-    get width() { return Math.max(this.holder.clientWidth, 300); }
     x(ms) { return NAMES + (ms - this.from) / (this.to - this.from) * (this.width - NAMES - RIGHT); }
     ms(x) { return this.from + (x - NAMES) / (this.width - NAMES - RIGHT) * (this.to - this.from); }
 
@@ -196,7 +198,8 @@
     }
 
     draw() {
-      const ratio = window.devicePixelRatio || 1, width = this.width;
+      const ratio = window.devicePixelRatio || 1;
+      const width = this.width = Math.max(this.holder.clientWidth, 300);
       this.runs.forEach((run, i) => {
         const canvas = this.canvases[i], height = run.height;
         if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
@@ -262,24 +265,28 @@
     // Items do not overlap and are sorted.  What is narrower than a pixel shares one with its
     // neighbours, so a frame costs at most some rectangles a pixel.
     boxes(c, items, top, height, colour, text, ink = INK) {
+      const scale = (this.width - NAMES - RIGHT) / (this.to - this.from), zero = NAMES - this.from * scale;
       let covered = -1;
-      for (let i = Math.max(lowerBound(items, this.from, (e) => e.end), 0); i < items.length; i++) {
+      for (let i = lowerBound(items, this.from, (e) => e.end); i < items.length; i++) {
         const item = items[i];
         if (item.start > this.to) break;
-        const left = this.x(item.start), right = this.x(item.end);
+        const left = zero + item.start * scale, right = zero + item.end * scale;
         if (right - left < 1 && Math.floor(right) === covered) continue;
         covered = Math.floor(right);
         const width = right - left > 3 ? right - left - 0.75 : Math.max(right - left, 0.9);
         c.fillStyle = colour(item);
         c.fillRect(left, top, width, height);
-        if (!text || width < 30) continue;
-        const shownLeft = Math.max(left, NAMES), room = Math.min(right, this.width - RIGHT) - shownLeft - 8;
-        const fits = Math.floor(room / 6.2);
-        if (fits < 4) continue;
-        const full = text(item);
-        c.fillStyle = ink;
-        c.fillText(full.length > fits ? `${full.slice(0, fits - 1)}…` : full, shownLeft + 4, top + height / 2);
+        if (text && width >= 30) this.write(c, text(item), ink, left, right, top + height / 2);
       }
+    }
+
+    // As much of a text as fits into a box, and no text that would be a few letters only.
+    write(c, text, ink, left, right, y) {
+      const from = Math.max(left, NAMES), room = Math.min(right, this.width - RIGHT) - from - 8;
+      const fits = Math.floor(room / 6.4);
+      if (fits < 4) return;
+      c.fillStyle = ink;
+      c.fillText(text.length > fits ? `${text.slice(0, fits - 1)}…` : text, from + 4, y);
     }
 
     // The selected launch, and what is in one bucket with it before and after.
