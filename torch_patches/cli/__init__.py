@@ -33,6 +33,8 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = (
     "capture",
     "replay",
+    "report",
+    "explain",
     "diff",
     "calibrate",
 )

@@ -24,6 +24,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import col
 from torch_patches._inductor.fx_passes.comm_overlap.graph.dynamo_inputs import recorded_from_names
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
+from torch_patches._inductor.fx_passes.comm_overlap.reporting import Observer
 from torch_patches.captured import Captured
 from torch_patches.testing import torch_scheduler
 from torch_patches.testing.backends import as_on_gpu
@@ -93,12 +94,14 @@ def copy_of(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, copy.deepcopy(module.graph))
 
 
-def plan(module: fx.GraphModule, captured: Captured, options: Options) -> Report:
+def plan(
+    module: fx.GraphModule, captured: Captured, options: Options, observer: Observer | None = None
+) -> Report:
     """Runs our passes, in place.  The groups must exist."""
     inputs = captured.info.get("inputs")
     names = [str(name) for name in inputs] if isinstance(inputs, list) else []
     report = pipeline.run_post_grad(
-        module.graph, options, recorded_from_names(names), estimated=True
+        module.graph, options, recorded_from_names(names), estimated=True, observer=observer
     )
     module.recompile()
     return report if report is not None else Report(options.bucketing_mode)

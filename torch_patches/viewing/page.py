@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 from torch_patches.viewing.picture import Picture
-from torch_patches.viewing.tables import sheet_tables
+from torch_patches.viewing.tables import measured_rows, sheet_tables
 from torch_patches.viewing.timeline_data import timeline_data
 
 if TYPE_CHECKING:
@@ -34,35 +34,39 @@ class Sheet:
         title: for its tab.
         report: of the run.
         picture: None where nobody observed it: then there are tables only.
-        measured: a profile beside the estimates, or None.
     """
 
     title: str
     report: Report
     picture: Picture | None
-    measured: Comparison | None = None
 
     @staticmethod
-    def of(report: Report, title: str = "", measured: Comparison | None = None) -> Sheet:
+    def of(report: Report, title: str = "") -> Sheet:
         """The sheet of a report."""
         picture = getattr(report.story, "picture", None)
-        return Sheet(title or f"mode {report.mode}", report, picture, measured)
+        return Sheet(title or f"mode {report.mode}", report, picture)
 
 
-def write_page(sheets: Sequence[Sheet], path: str | Path, title: str = "") -> None:
+def write_page(
+    sheets: Sequence[Sheet],
+    path: str | Path,
+    title: str = "",
+    measured: Comparison | None = None,
+) -> None:
     """Writes the page; equal sheets give equal files.
 
     Args:
         title: of the page; empty for one that says what it is.
+        measured: a profile beside the estimates.
 
     Raises:
         OSError: it cannot be written.
     """
-    Path(path).write_text(render(sheets, title), encoding="utf-8")
+    Path(path).write_text(render(sheets, title, measured), encoding="utf-8")
 
 
-def render(sheets: Sequence[Sheet], title: str = "") -> str:
-    """The page as text."""
+def render(sheets: Sequence[Sheet], title: str = "", measured: Comparison | None = None) -> str:
+    """The page as text; arguments as for :func:`write_page`."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -77,11 +81,8 @@ def render(sheets: Sequence[Sheet], title: str = "") -> str:
     digest = hashlib.sha256(script.encode()).digest()
     return environment.get_template("page.html.j2").render(
         title=title or "Collectives before and after",
-        sheets=[
-            _content(sheet, f"sheet-{number}", lambda text: Markup(text))
-            for number, sheet in enumerate(sheets)
-        ],
-        measured=any(sheet.measured for sheet in sheets),
+        sheets=[_content(sheet, f"sheet-{number}", Markup) for number, sheet in enumerate(sheets)],
+        measured=None if measured is None else measured_rows(measured),
         css=Markup((_TEMPLATES / "page.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_hash=base64.b64encode(digest).decode(),

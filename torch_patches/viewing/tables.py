@@ -13,6 +13,7 @@ from torch_patches.viewing.text import mib, ms, percent
 
 if TYPE_CHECKING:
     from torch_patches.viewing.page import Sheet
+    from torch_patches.viewing.profile import Comparison
 
 Row = dict[str, Any]
 
@@ -24,7 +25,6 @@ def sheet_tables(sheet: Sheet) -> dict[str, Any]:
     return {
         "warnings": list(_warnings(report)),
         "figures": [] if picture is None else list(_figures(report, picture)),
-        "measured": None if sheet.measured is None else _measured(sheet),
         "reasons": [
             {"ms": ms(total), "count": count, "reason": reason.value, "advice": reason.advice}
             for reason, total, count in by_reason(flights)
@@ -150,8 +150,8 @@ def _pairs(items: Iterable[tuple[str, str]]) -> Iterator[Row]:
     return ({"name": name, "value": value, "changed": False} for name, value in items)
 
 
-def _measured(sheet: Sheet) -> Row:
-    assert sheet.measured is not None
+def measured_rows(measured: Comparison) -> Row:
+    """A profile beside the estimates."""
     rows = [
         {
             "name": row.name,
@@ -161,6 +161,6 @@ def _measured(sheet: Sheet) -> Row:
             "difference": row.difference,
             "off": row.is_off,
         }
-        for row in sheet.measured.rows
+        for row in measured.rows
     ]
-    return {"note": sheet.measured.note, "rows": rows}
+    return {"note": measured.note, "rows": rows}
