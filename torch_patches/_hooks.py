@@ -33,6 +33,7 @@ from torch_patches import _compat, config, recording
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import measured_estimators
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.plan import RecordedInput
+from torch_patches.viewing import observer_of_compile
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,9 @@ class PostGradPass(_PipelinePass):
             return
         if self.recording is not None:
             self.recording.before(graph)
-        _pipeline().run_post_grad(graph, self.options, self.recorded)
+        _pipeline().run_post_grad(
+            graph, self.options, self.recorded, observer=observer_of_compile()
+        )
         if self.recording is not None and self.options.changes:
             self.recording.after(graph)
 

@@ -58,6 +58,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import tag_of
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.plan import RecordedInput, Traffic
 from torch_patches.mesh_groups import with_groups
+from torch_patches.viewing import observer_of_compile
 
 __all__ = ["UnsupportedTorchError", "aot_eager_comm_overlap"]
 
@@ -171,7 +172,9 @@ class _Compilers:
         if self.recording is not None:
             self.recording.phase = phase
             self.recording.before(gm.graph)
-        pipeline.run_post_grad(gm.graph, self.settings.options, self.inputs)
+        pipeline.run_post_grad(
+            gm.graph, self.settings.options, self.inputs, observer=observer_of_compile()
+        )
         if self.recording is not None:
             self.recording.after(gm.graph)
         return boxed_nop(gm, list(example_inputs))  # which recompiles it

@@ -25,7 +25,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind
 from torch_patches._inductor.fx_passes.comm_overlap.reporting import Observed
 from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.viewing.exposure import Bounds, ExposureReason, explain_run
-from torch_patches.viewing.picture import Flight, replay
+from torch_patches.viewing.picture import Flight, Run, Stop, replay
 from torch_patches.viewing.record import observe
 
 aten = torch.ops.aten
@@ -42,14 +42,18 @@ def custom(node: fx.Node, size_bytes: int | None) -> float:
     return 0.0
 
 
-def flights(gm: fx.GraphModule, bounds: Bounds = ROOMY, sharing: float = 0.0) -> list[Flight]:
+def flights(gm: fx.GraphModule, bounds: Bounds = ROOMY) -> list[Flight]:
+    return list(explained(gm, bounds).flights)
+
+
+def explained(gm: fx.GraphModule, bounds: Bounds = ROOMY) -> Run:
     model = RuntimeModel(
-        custom=custom, host=HostCosts(0, 0, 0, 0), interference=Interference(1.0, sharing)
+        custom=custom, host=HostCosts(0, 0, 0, 0), interference=Interference(1.0, 0.0)
     )
     found = forecast(gm.graph, collect(gm.graph), model)
     inputs = {n.name: tuple(i.name for i in n.all_input_nodes) for n in gm.graph.nodes}
     record = observe(Observed(found, found, inputs, 1 << 40, 1 << 40, Options("auto")))
-    return list(explain_run(record.after, replay(record.after, record), bounds).flights)
+    return explain_run(record.after, replay(record.after, record), bounds)
 
 
 def reason(flight: Flight) -> ExposureReason | None:
@@ -169,6 +173,18 @@ def test_what_is_hidden_has_no_reason() -> None:
     free = b.call(aten.mm, x, x)
     (flight,) = flights(b.output(free, b.wait(start)))
     assert (flight.exposed_ms, flight.exposure) == (0.0, None)
+
+
+def test_what_nobody_waits_for_stands_at_the_end() -> None:
+    """mm of 10 ms; a gather and a reduce-scatter that start behind it and are never waited for."""
+    b = GraphBuilder()
+    x = b.placeholder(8, 8)
+    product = b.call(aten.mm, x, x)
+    b.all_gather(x, 2, "g")
+    b.reduce_scatter(x, "sum", 2, "h")
+    run = explained(b.output(product))
+    assert (run.total_ms, run.exposed_ms) == (16.0, 6.0)
+    assert run.stops == (Stop(0, 10.0, 14.0), Stop(1, 14.0, 16.0))
 
 
 def test_every_reason_has_an_advice() -> None:

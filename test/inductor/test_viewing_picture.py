@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import logging
 import pickle
 import weakref
 from pathlib import Path
@@ -16,12 +17,14 @@ import torch
 import torch.fx as fx
 
 from torch_patches import optimize_graph
+from torch_patches._hooks import PostGradPass
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.report import NoStoryError, Report
 from torch_patches._inductor.fx_passes.comm_overlap.reporting import Before, Observed
 from torch_patches.captured import load_captured
+from torch_patches.viewing import record
 from torch_patches.viewing.picture import Picture, Run
 from torch_patches.viewing.record import StoryRecord, observe
 
@@ -212,3 +215,40 @@ def test_a_graph_that_nothing_improves_has_two_equal_runs() -> None:
     picture: Picture = story_of(report).picture
     assert picture.before.flights[0].exposed_ms == picture.after.flights[0].exposed_ms > 0
     assert picture.displaced == ()
+
+
+# -- compiles -------------------------------------------------------------------------------------
+
+
+def test_a_compile_is_observed_where_its_log_is_on(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    with caplog.at_level(logging.INFO, logger="torch_patches"):
+        PostGradPass(Options("auto"))(load("llama_8l_fsdp8", "fw").graph)
+    reports = [record.report for record in caplog.records if hasattr(record, "report")]
+    assert len(reports) == 1
+    reports[0].to_html(tmp_path / "x.html")
+    assert (tmp_path / "x.html").stat().st_size > 50_000
+
+
+def test_a_compile_without_a_log_is_not_observed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(record, "observe", seen.append)
+    with caplog.at_level(logging.WARNING, logger="torch_patches"):
+        PostGradPass(Options("auto"))(load("llama_8l_fsdp8", "fw").graph)
+    assert seen == []
+
+
+def test_a_failing_observer_costs_the_story_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(observed: Observed) -> StoryRecord:
+        raise KeyError("observer")
+
+    monkeypatch.delenv("TORCH_PATCHES_STRICT")
+    gm = load("llama_8l_fsdp8", "fw")
+    report = pipeline.optimize_graph(gm, Options("auto"), fail)
+    assert report.buckets and report.total_ms_after > 0 and report.story is None
+    assert "could not keep what draws a run" in caplog.text

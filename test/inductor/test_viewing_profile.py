@@ -148,6 +148,34 @@ def test_launches_that_no_graph_has_are_counted(report: Report, tmp_path: Path) 
     assert "1 measured collectives match none" in compare(profile, [], [picture.after]).note
 
 
+@pytest.mark.parametrize(("share", "matches"), [(1.005, True), (1.02, False)])
+def test_padding_is_looked_through(
+    report: Report, tmp_path: Path, share: float, matches: bool
+) -> None:
+    """The ranks of these launches are not told, and each sends a little more than was estimated."""
+    run = picture_of(report).after
+    events = events_of(run, 0.0)
+    for event in events:
+        for name in ("In msg nelems", "Out msg nelems"):
+            if name in event["args"]:
+                event["args"][name] = int(event["args"][name] * share)
+        event["args"].pop("Group size", None)
+    found = compare(read_profile(written(tmp_path / "x.json", events)), [], [run])
+    assert ("match none" not in found.note) == matches
+    counts = sum(r.count for r in found.rows[3:])
+    assert counts == (len(run.flights) if matches else 0)
+
+
+def test_other_ranks_are_another_launch(report: Report, tmp_path: Path) -> None:
+    run = picture_of(report).after
+    events = events_of(run, 0.0)
+    for event in events:
+        if event["args"]:
+            event["args"]["Group size"] = 2
+    found = compare(read_profile(written(tmp_path / "x.json", events)), [], [run])
+    assert len(found.rows) == 3 and f"{len(run.flights)} measured" in found.note
+
+
 @pytest.mark.parametrize(
     ("estimated", "measured", "off", "text"),
     [(1.2, 1.0, False, "+20%"), (1.21, 1.0, True, "+21%"), (0.79, 1.0, True, "-21%"),

@@ -289,10 +289,11 @@ def displaced(before: RunRecord, after: RunRecord) -> tuple[str, ...]:
         tails[where : where + 1] = [place[name]]
         lengths.append(where + 1)
     moved: list[str] = []
-    wanted, bound = len(tails), len(before.names)
+    wanted = len(tails)
     for name, length in zip(reversed(names), reversed(lengths), strict=True):
-        if length == wanted and place[name] < bound:
-            wanted, bound = wanted - 1, place[name]
+        # Of those with one length the last has the smallest place, so it fits before the next one.
+        if length == wanted:
+            wanted -= 1
         else:
             moved.append(name)
     return tuple(reversed(moved))

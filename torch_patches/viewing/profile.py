@@ -24,6 +24,8 @@ from torch_patches.viewing.picture import Run
 #: An estimate that is off by more than this share is marked.
 OFF_SHARE = 0.2
 MAX_BYTES = 1 << 30
+#: By so much of its size a launch may differ from the estimate that it belongs to.
+_PADDING_SHARE = 0.01
 _KINDS = (  # the first that is found in a name, without case and signs
     ("allgather", "all_gather"),
     ("reducescatter", "reduce_scatter"),
@@ -285,11 +287,13 @@ def _profiled(
     profile: Profile, before: Sequence[Run], after: Sequence[Run]
 ) -> tuple[Sequence[Run], str]:
     """The runs that launch what was measured, as often; those after where both do."""
-    measured = Counter((x.kind, x.size_bytes or -1) for x in profile.launches)
 
     def distance(runs: Sequence[Run]) -> int:
         launches = (flight.launch for run in runs for flight in run.flights)
-        launched = Counter((x.kind, x.size_bytes) for x in launches)
+        launched = Counter((x.kind, x.size_bytes, x.group_size) for x in launches)
+        measured = Counter(
+            {key: len(found) for key, found in _measured_by_key(profile, runs).items()}
+        )
         keys = {*measured, *launched}
         return sum(abs(measured[key] - profile.steps * launched[key]) for key in keys)
 
@@ -309,16 +313,32 @@ def _estimated_by_key(runs: Sequence[Run]) -> dict[_Key, list[float]]:
 
 
 def _measured_by_key(profile: Profile, runs: Sequence[Run]) -> dict[_Key, list[MeasuredLaunch]]:
-    """By the key of the estimate that is meant: a trace may not tell how many ranks there are."""
-    known = {(f.launch.kind, f.launch.size_bytes): f.launch for run in runs for f in run.flights}
+    """By the key of the estimate that is meant: a trace may not tell how many ranks there are, and
+    what is sent may be padded."""
+    known = [
+        (x.kind, x.size_bytes, x.group_size)
+        for run in runs
+        for f in run.flights
+        for x in [f.launch]
+    ]
     found: dict[_Key, list[MeasuredLaunch]] = {}
     for launch in profile.launches:
-        near = known.get((launch.kind, launch.size_bytes or -1))
-        ranks = launch.group_size
-        if ranks is None and near is not None:
-            ranks = near.group_size
-        found.setdefault((launch.kind, launch.size_bytes or -1, ranks), []).append(launch)
+        found.setdefault(_nearest(launch, known), []).append(launch)
     return found
+
+
+def _nearest(launch: MeasuredLaunch, known: Sequence[_Key]) -> _Key:
+    """The estimate that a launch belongs to; its own key where there is none."""
+    kind, size, ranks = launch.kind, launch.size_bytes or -1, launch.group_size
+    distance = {
+        key: abs(key[1] - size)
+        for key in known
+        if key[0] == kind and (ranks is None or key[2] is None or key[2] == ranks)
+    }
+    near = min(distance, key=lambda key: distance[key], default=None)
+    if near is None or distance[near] > _PADDING_SHARE * size:
+        return (kind, size, ranks)
+    return near
 
 
 def _name(key: _Key) -> str:

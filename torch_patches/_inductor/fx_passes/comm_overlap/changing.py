@@ -260,8 +260,7 @@ def _report(
             return report
         report = with_forecasts(report, change.overlapped, change.was)
         if observer is not None:
-            inputs = change.before.inputs
-            report = with_story(report, change.overlapped, change.was, inputs, options, observer)
+            report = _observed(report, options, change, change.overlapped, observer)
         labels = change.overlapped.labels
         if labels is None:
             return report
@@ -277,6 +276,18 @@ def _report(
         raise_if_strict(error)
         log.warning("torch_patches changed a graph but could not report it", exc_info=True)
         return None
+
+
+def _observed(
+    report: Report, options: Options, change: _Change, overlapped: Overlapped, observer: Observer
+) -> Report:
+    """With the story, where it can be told; the figures do not depend on it."""
+    try:
+        return with_story(report, overlapped, change.was, change.before.inputs, options, observer)
+    except Exception as error:
+        raise_if_strict(error)
+        log.warning("torch_patches could not keep what draws a run", exc_info=True)
+        return report
 
 
 def _mark_considered(graph: fx.Graph, options: Options) -> None:
