@@ -5,7 +5,7 @@
 #   MATRIX_ARGS            arguments of tools/test_matrix.py, for make test-matrix
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-matrix lint unit environment clean
+.PHONY: help demo test test-browser test-matrix lint unit environment clean
 
 # The interpreter that starts the bootstrap; any Python 3.8 or newer reads its messages.
 BOOTSTRAP_PYTHON ?= python3
@@ -16,6 +16,7 @@ help:
 	@echo "make demo    train a small model on two CPU processes, with and without bucketing"
 	@echo "make test    lint, types and all tests"
 	@echo "make lint    lint and types only"
+	@echo "make test-browser  the report page in Chromium (needs chromium, chromedriver and selenium)"
 	@echo "make test-matrix   all tests on each supported torch (gigabytes; see tools/test_matrix.py)"
 	@echo "make clean   remove .venv, caches and reports"
 
@@ -32,6 +33,10 @@ lint: environment
 # A file's tests stay in one worker, so that what a module sets up once is set up once.
 unit: environment
 	$(PYTHON) -m pytest -x -n 2 --dist loadfile --durations=15 $(PYTEST_ARGS)
+
+# Needs a browser, so it is apart from the others.
+test-browser: environment
+	$(PYTHON) -m pytest $(PYTEST_ARGS) test/browser
 
 test-matrix:
 	$(BOOTSTRAP_PYTHON) tools/test_matrix.py $(MATRIX_ARGS)

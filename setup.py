@@ -22,9 +22,10 @@ setup(
     license="BSD-3-Clause",
     python_requires=">=3.11",
     packages=find_packages(include=["torch_patches", "torch_patches.*"]),
-    package_data={"torch_patches": ["py.typed"]},
+    package_data={"torch_patches": ["py.typed", "viewing/templates/*"]},
     install_requires=["torch>=2.11"],
     entry_points={
+        "console_scripts": ["torch-patches = torch_patches.cli:main"],
         # torch.compile(backend="aot_eager_comm_overlap") finds it without an import of ours.
         "torch_dynamo_backends": [
             "aot_eager_comm_overlap = torch_patches.backend:aot_eager_comm_overlap",
@@ -44,6 +45,7 @@ setup(
             "jinja2>=3.1,<4",
             "matplotlib>=3.9,<4",
             "rich>=13.7,<16",
+            "selenium>=4.20,<5",
         ],
     },
 )

@@ -29,8 +29,9 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     collect,
     collective_kind,
 )
+from torch_patches.captured import load_captured
+from torch_patches.testing import torch_scheduler
 from torch_patches.testing.backends import as_on_gpu
-from torch_patches.testing.captured import load_captured
 from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.strategies import build_case, random_options, random_recipe
 
@@ -317,7 +318,10 @@ def test_no_planner_gets_below_on_captured_graphs(
 ) -> None:
     captured = load_captured(path)
     gm = captured.graphs[graph]
-    with as_on_gpu(), _tool("_bench_torch").process_groups(captured.groups):
+    with (
+        as_on_gpu(),
+        torch_scheduler.process_groups(captured.groups),
+    ):
         models = [*MODELS.values(), RuntimeModel(host=HostCosts(0.0, 0.0, 0.0, 0.0))]
         floors = [tool.floor_of(gm.graph, collect(gm.graph), model) for model in models]
         before = [judged(gm.graph, model) for model in models]

@@ -36,7 +36,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     RefusalReason,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.report import BucketReport, Report
-from torch_patches.testing.captured import load_captured
+from torch_patches.captured import load_captured
 from torch_patches.testing.graph_builder import GraphBuilder
 
 aten = torch.ops.aten

@@ -31,7 +31,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import registered_ranks
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind
-from torch_patches.testing.captured import load_captured
+from torch_patches.captured import load_captured
+from torch_patches.testing import torch_scheduler
 from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.models import MoE, MoEConfig
 
@@ -56,8 +57,8 @@ def bench() -> Iterator[ModuleType]:
 
 
 @pytest.fixture(scope="module")
-def torch_side() -> Iterator[ModuleType]:
-    yield from _tool("_bench_torch")
+def torch_side() -> ModuleType:
+    return torch_scheduler
 
 
 def _tool(name: str) -> Iterator[ModuleType]:

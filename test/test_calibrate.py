@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,14 +11,24 @@ from types import ModuleType
 import pytest
 import torch
 
+from torch_patches import cli
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.calibration import (
     CalibrationTable,
     load_calibration,
+    save_calibration,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import LinkClass
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.network import link_class_of
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import DEVICES, LinkClass
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.measured import (
+    CollectiveTimes,
+    MatmulRates,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.network import (
+    collective_ms,
+    link_class_of,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind
-from torch_patches.testing.measure import GroupShape, group_shapes
+from torch_patches.testing import measure
+from torch_patches.testing.measure import GroupShape, Settings, group_shapes
 from torch_patches.testing.processes import Say, run_ranks
 
 TOOL = Path(__file__).parents[1] / "tools" / "calibrate.py"
@@ -79,16 +90,15 @@ def test_groups_cover_the_world_on_the_link_that_estimates_see(gpus_per_node: in
 def work(rank: int, say: Say, output: str) -> tuple[int, list[str]]:
     """Exit code, and the table's digest on this rank as well as in the file."""
     torch.set_num_threads(1)
-    tool = load_tool()
     seen: list[CalibrationTable] = []
-    measure = tool.calibrate
+    measured = measure.calibrate
 
-    def calibrate(device: torch.device, settings: object) -> CalibrationTable:
-        seen.append(measure(device, settings))
+    def calibrate(device: torch.device, settings: Settings) -> CalibrationTable:
+        seen.append(measured(device, settings))
         return seen[0]
 
-    tool.calibrate = calibrate  # type: ignore[attr-defined]
-    code = tool.main([output, "--quick", "--backend", "gloo", "--gpus-per-node", "2"])
+    measure.calibrate = calibrate  # type: ignore[assignment]
+    code = load_tool().main([output, "--quick", "--backend", "gloo", "--gpus-per-node", "2"])
     return code, [seen[0].content_digest, load_calibration(output).content_digest]
 
 
@@ -113,18 +123,83 @@ def test_two_ranks_agree_and_the_file_loads(tmp_path: Path) -> None:
     [
         (["table.json", "--gpus-per-node", "0"], "at least 1"),
         (["missing/folder/table.json"], "the folder of"),
-        ([], "output"),
+        ([], "required: TABLE"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_runs(
     arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
-        load_tool().main(arguments)
+    assert load_tool().main(arguments) == 2
     assert text in capsys.readouterr().err
 
 
 def test_help_shows_how_to_run_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        load_tool().main(["--help"])
-    assert "torchrun --nproc-per-node 8 tools/calibrate.py" in capsys.readouterr().out
+    assert load_tool().main(["--help"]) == 0
+    assert "torchrun --nproc-per-node 8 -m torch_patches calibrate" in capsys.readouterr().out
+
+
+# -- model against measurement --------------------------------------------------------------------
+
+LINK = DEVICES["H100"].link(INTRA)
+
+
+def saved_table(path: Path) -> CalibrationTable:
+    """A machine whose gathers take twice what the constants say, and whose products take that."""
+    sizes = (1 << 20, 1 << 26)
+    gather = [collective_ms(CollectiveKind.ALL_GATHER, size, 8, LINK) for size in sizes]
+    times = CollectiveTimes(
+        CollectiveKind.ALL_GATHER, INTRA, 8, sizes, tuple(2 * ms for ms in gather)
+    )
+    device = DEVICES["H100"]
+    reached = device.matmul_tflops(torch.bfloat16) * device.matmul_efficiency
+    rates = MatmulRates(torch.bfloat16, (10**11, 10**12), (reached, reached))
+    table = CalibrationTable("a machine", (times,), (rates,))
+    save_calibration(path, table)
+    return table
+
+
+def test_model_is_shown_beside_the_measurement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved_table(tmp_path / "t.json")
+    assert cli.main(["calibrate", "--show", str(tmp_path / "t.json"), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    off = {(row["what"], row["amount"]): round(row["off"], 6) for row in rows}
+    gather, product = "all_gather, 8 ranks, intra_node", "matrix product, bfloat16"
+    assert off == {
+        (gather, 1 << 20): -0.5, (gather, 1 << 26): -0.5,
+        (product, 10**11): 0.0, (product, 10**12): 0.0,
+    }  # fmt: skip
+    assert cli.main(["calibrate", "--show", str(tmp_path / "t.json")]) == 0
+    text = capsys.readouterr().out
+    assert "-50% !" in text
+    assert "+0% " in text
+
+
+def test_plot_is_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved_table(tmp_path / "t.json")
+    arguments = ["calibrate", "--show", str(tmp_path / "t.json"), "--plot", str(tmp_path / "t.png")]
+    assert cli.main(arguments) == 0
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--show", "none.json"], "No such file"),
+        (["--show", "none.json", "--device", "Z1"], "one of A100, H100"),
+        (["--show", "none.json", "--plot", "missing/x.png"], "the folder of"),
+        (["none.json"], "run it under torchrun"),
+    ],
+)
+def test_trouble_is_told_in_a_line(
+    arguments: list[str],
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert cli.main(["calibrate", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1

@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 
 from torch_patches import optimize_graph
+from torch_patches.captured import load_captured
 from torch_patches.testing.backends import as_on_gpu
-from torch_patches.testing.captured import load_captured
 
 ROOT = Path(__file__).parents[1]
 LLAMA = ROOT / "test" / "data" / "llama_8l_fsdp8.json.gz"

@@ -16,8 +16,8 @@ from torch._functorch._aot_autograd.descriptors import ParamAOTInput
 
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.plan import RefusalReason
+from torch_patches.captured import load_captured
 from torch_patches.optimize import optimize_graph
-from torch_patches.testing.captured import load_captured
 from torch_patches.testing.collective_rows import Source, show_graph
 from torch_patches.testing.graph_builder import GraphBuilder
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import _bench_torch
 import torch.fx as fx
 from _bench_floor import edge_nodes
 
@@ -21,18 +20,12 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import peak_
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Timeline, simulate
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
-from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
-    op_name,
-    op_namespace,
-    tensors_of,
-)
-from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import decision_bytes, tensor_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind, Skeleton, Traffic
+from torch_patches.captured import load_captured
+from torch_patches.testing import torch_scheduler
 from torch_patches.testing.backends import as_on_gpu
-from torch_patches.testing.captured import load_captured
 
 GIB = 2**30
-_COPY_IN = "_pre_bucket_all_gather"
 #: Changes a graph, in place or not, and returns the result.
 Planner = Callable[[fx.GraphModule], fx.GraphModule]
 
@@ -67,7 +60,7 @@ def planned(path: Path, graph: str, planner: Planner) -> Iterator[Planned]:
     """
     captured = load_captured(path)
     gm = captured.graphs[graph]
-    with as_on_gpu(), _bench_torch.process_groups(captured.groups):
+    with as_on_gpu(), torch_scheduler.process_groups(captured.groups):
         kept = frozenset(gathered_inputs(gm.graph))
         others = (c for c in collect(gm.graph).collectives if c.traffic is Traffic.OTHER)
         activations = frozenset(c.start.name for c in others)
@@ -100,40 +93,14 @@ def simulated(graph: fx.Graph, model: RuntimeModel, *, uncorrected: bool = False
 
     Args:
         uncorrected: torch's copies into gathers cost what our planners' model takes for an op that
-            it does not know, see :func:`_copies_in`.
+            it does not know, see ``torch_scheduler.copies_in``.
     """
     skeleton = collect(graph)
     # Planners leave out what only ranks with a short shard do; here torch's copies shall count.
     costs = dict(model.node_costs(graph, replace(skeleton, idle=frozenset())))
     if not uncorrected:
-        costs |= _copies_in(costs, model)
+        costs |= torch_scheduler.copies_in(costs, model)
     return Simulated(skeleton, costs, simulate(graph.nodes, skeleton, model, costs))
-
-
-def _copies_in(
-    costs: Mapping[fx.Node, ComputeCost], model: RuntimeModel
-) -> dict[fx.Node, ComputeCost]:
-    """Costs of torch's ``bucketing::_pre_bucket_all_gather``, which our graphs never hold.
-
-    It allocates the whole gathered buffer and writes only this rank's part of it
-    (``torch/_inductor/fx_passes/bucketing.py``): result bytes / group size.  The model, which sees
-    an unknown op, takes it to write its whole result.
-    """
-    device = model.device
-    rate = device.dram_gb_per_s * device.dram_efficiency * 1e6  # bytes per ms
-    result = {}
-    for node, cost in costs.items():
-        if op_namespace(node.target) == "bucketing" and op_name(node.target) == _COPY_IN:
-            read = sum(_result_bytes(source) for source in node.all_input_nodes)
-            group_size = node.args[1]
-            assert isinstance(group_size, int)
-            moved = read + _result_bytes(node) / group_size
-            result[node] = replace(cost, ms=max(moved / rate, device.kernel_us / 1e3))
-    return result
-
-
-def _result_bytes(node: fx.Node) -> int:
-    return sum(decision_bytes(tensor_bytes(t)) for t in tensors_of(node.meta.get("val")))
 
 
 def measure(done: Planned, model: RuntimeModel) -> dict[str, Any]:

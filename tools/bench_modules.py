@@ -36,12 +36,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the _bench modul
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import _bench_blocks
-import _bench_torch
 from _bench_measure import GIB, Planned, measure, planned, simulated
 
 import torch_patches
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
 from torch_patches._inductor.fx_passes.comm_overlap.plan import MERGEABLE_KINDS
+from torch_patches.testing import torch_scheduler
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def run_case(path: Path, graph: str, ours_as: Ours, skip: Sequence[str], check: 
 
 def by_torch(gm: fx.GraphModule, model: RuntimeModel) -> fx.GraphModule:
     plan = _bench_blocks.block_plan(gm.graph)
-    return _bench_torch.manual(gm, plan, model.device)
+    return torch_scheduler.manual(gm, plan, model.device)
 
 
 def run_ours(

@@ -8,7 +8,7 @@ One JSON line for each graph and planner as it is done, then a Markdown table, o
 be won on each graph, and the geometric means.
 Planners: ``input`` (nothing runs), ``torch+pre`` and ``torch`` (``schedule_overlap_bucketing`` with and
 without FSDP pre-bucketing, everything else as torch's flags have it), ``ours``.  torch runs without a GPU
-because it is told the constants of our device table (``_bench_torch.py``).
+because it is told the constants of our device table (``torch_patches/testing/torch_scheduler.py``).
 
 Columns: simulated ms of the whole graph on H100s (``estimate/timeline.py``), over the bound of BASELINES
 (``_bench_bound.py``), and over the floor, that no order and no merge can beat in this simulator
@@ -39,7 +39,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the _bench modul
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import _bench_captures
-import _bench_torch
 from _bench_bound import lower_bound
 from _bench_floor import floor_of
 from _bench_measure import GIB, Planner, exposed_at_the_ends, measure, planned, simulated
@@ -47,7 +46,8 @@ from _bench_measure import GIB, Planner, exposed_at_the_ends, measure, planned, 
 import torch_patches
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
-from torch_patches.testing.captured import load_captured
+from torch_patches.captured import load_captured
+from torch_patches.testing import torch_scheduler
 
 INPUT, TORCH_PRE, TORCH, OURS = "input", "torch+pre", "torch", "ours"
 #: torch deciding by our times instead of its own formulas (``--torch-estimates``).
@@ -100,7 +100,7 @@ def planners(arguments: argparse.Namespace, model: RuntimeModel) -> dict[str, Pl
     """By name, in the order of the table."""
 
     def with_torch(pre_bucketing: bool, our_estimates: bool) -> Planner:
-        return lambda gm: _bench_torch.schedule(
+        return lambda gm: torch_scheduler.schedule(
             gm, model, pre_bucketing=pre_bucketing, our_estimates=our_estimates
         )
 

@@ -24,8 +24,8 @@ import torch_patches
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import peak_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind, Traffic
+from torch_patches.captured import load_captured
 from torch_patches.testing.backends import as_on_gpu
-from torch_patches.testing.captured import load_captured
 
 GIB = 2**30
 FORMS = (None, "default", "coalesced")

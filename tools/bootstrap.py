@@ -193,7 +193,7 @@ def install(python: Path) -> None:
         source = ["--index-url", index] if index else []
         subprocess.run([*pip, "install", TORCH, *source], check=True)
     say("installing torch_patches with its test tools")
-    subprocess.run([*pip, "install", "-e", ".[test]"], check=True, cwd=ROOT)
+    subprocess.run([*pip, "install", "-e", ".[test,tools]"], check=True, cwd=ROOT)
 
 
 def torch_release(python: Path) -> tuple[int, int] | None:

@@ -38,7 +38,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torch_patches.testing.captured import registered_groups, save_captured
+from torch_patches.captured import registered_groups, save_captured
 from torch_patches.testing.models import Llama, ModelConfig, MoE, MoEConfig
 from torch_patches.testing.parallelize import (
     expert_parallel,

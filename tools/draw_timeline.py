@@ -35,8 +35,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.modules import read_no
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import label_collectives
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import ModulePlan, parse_plan
+from torch_patches.captured import CaptureFormatError, load_captured
 from torch_patches.testing.backends import as_on_gpu
-from torch_patches.testing.captured import CaptureFormatError, load_captured
 
 MODES = ("transformer_block", "topo_span", "auto")
 

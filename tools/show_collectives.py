@@ -36,8 +36,8 @@ from torch_patches import config
 from torch_patches._inductor.fx_passes.comm_overlap.graph.dynamo_inputs import recorded_from_names
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind
+from torch_patches.captured import CaptureFormatError, load_captured, registered_groups
 from torch_patches.testing.backends import as_on_gpu
-from torch_patches.testing.captured import CaptureFormatError, load_captured, registered_groups
 from torch_patches.testing.collective_rows import Row, Shown, Source, show_graph
 
 ONLY = ("gathers", "reductions", "unbucketed")

@@ -73,7 +73,7 @@ def environment(version: str, given: dict[str, Path]) -> Path:
     wanted = ["--upgrade", "torch"] if version == NEWEST else [f"torch=={version}.*"]
     pip = [str(python), "-m", "pip", "install"]
     subprocess.run([*pip, *wanted, *source], check=True)
-    subprocess.run([*pip, "-e", ".[test]"], check=True, cwd=ROOT)
+    subprocess.run([*pip, "-e", ".[test,tools]"], check=True, cwd=ROOT)
     return python
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import ModulePlanError
     from torch_patches.module_plans import plan_from_modules
     from torch_patches.optimize import optimize_graph
+    from torch_patches.recording import capture
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ __all__ = [
     "FlagError",
     "ModulePlanError",
     "__version__",
+    "capture",
     "max_consecutive_compute_between_reduce_scatters",
     "optimize_graph",
     "plan_from_modules",
@@ -45,6 +47,7 @@ _hooks.install()
 #: Imported on first use: a compile does not need them.
 _LAZY = {
     "ModulePlanError": "torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan",
+    "capture": "torch_patches.recording",
     "max_consecutive_compute_between_reduce_scatters": (
         "torch_patches._inductor.fx_passes.comm_overlap.graph.metrics"
     ),

@@ -1,8 +1,8 @@
 """The only patch site: ``torch._inductor.compile_fx.compile_fx``, and its undoing.
 
 torch looks the function up in its module each time, so the replacement serves every caller that
-imports the name when it compiles.  While ``bucketing_mode`` is "none" and no chained collectives are to be fused, a
-call passes straight through.  Otherwise the wrapper reads the flags once and hands everything on as ``config_patches``,
+imports the name when it compiles.  While ``bucketing_mode`` is "none", no chained collectives are to
+be fused and nobody captures graphs (``recording.py``), a call passes straight through.  Otherwise the wrapper reads the flags once and hands everything on as ``config_patches``,
 which torch applies again around the lazily compiled backward: cache key, passes and code
 generation see one set of values, whatever the flags are by then and whatever thread it runs in.
 
@@ -29,10 +29,11 @@ from torch._inductor import compile_fx as compile_fx_module
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from torch_patches import _compat, config
+from torch_patches import _compat, config, recording
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import measured_estimators
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.plan import RecordedInput
+from torch_patches.viewing import observer_of_compile
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +60,13 @@ class _PipelinePass(CustomGraphPass):
 
     options: Options
     recorded: tuple[RecordedInput, ...] = ()
+    recording: recording.Recording | None = None
 
     def uuid(self) -> Any | None:
         """Sources, options and inputs, or None (the graph is not cached) once the hooks are gone:
-        it would be stored unchanged under the key of a changed one."""
-        if not is_installed():
+        it would be stored unchanged under the key of a changed one.  None, too, while graphs are
+        captured: from a cache there would be none."""
+        if not is_installed() or self.recording is not None:
             return None
         options = _cacheable(self.options)
         if options is None or self.options.cross_rank_check != "off":
@@ -95,16 +98,27 @@ class JointPass(_PipelinePass):
     """Runs on the joint graph."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        if is_installed():
-            _pipeline().run_joint(graph, self.options, self.recorded)
+        if not is_installed():
+            return
+        if self.recording is not None:
+            _pipeline().tag_or_leave(graph, self.recorded)
+            self.recording.add("joint", graph)
+        _pipeline().run_joint(graph, self.options, self.recorded)
 
 
 class PostGradPass(_PipelinePass):
     """Runs on the forward graph and on the backward graph."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        if is_installed():
-            _pipeline().run_post_grad(graph, self.options, self.recorded)
+        if not is_installed():
+            return
+        if self.recording is not None:
+            self.recording.before(graph)
+        _pipeline().run_post_grad(
+            graph, self.options, self.recorded, observer=observer_of_compile()
+        )
+        if self.recording is not None and self.options.changes:
+            self.recording.after(graph)
 
 
 @dataclass(frozen=True)
@@ -320,7 +334,8 @@ def compile_patches(model: Any, user: Mapping[str, Any] | None) -> dict[str, Any
     """
     user = user or {}
     options = config.read_options(user)
-    if not options.changes:
+    written = recording.begin("inductor", model, options)
+    if not options.changes and written is None:
         return None
     if options.insert_overlap_deps is None:
         options = replace(options, insert_overlap_deps=True)
@@ -330,7 +345,7 @@ def compile_patches(model: Any, user: Mapping[str, Any] | None) -> dict[str, Any
         options = with_groups(model, options)
     recorded = _pipeline().record_inputs_of(model)
     options = _pipeline().check_module_names(model, recorded, options)
-    ours = JointPass(options, recorded), PostGradPass(options, recorded)
+    ours = JointPass(options, recorded, written), PostGradPass(options, recorded, written)
     joint = append_pass(config.current_value(JOINT_PASSES, user), ours[0])
     post_grad = append_pass(config.current_value(POST_GRAD_PASSES, user), ours[1])
     metadata = metadata_digest(model, options, recorded)
@@ -384,6 +399,8 @@ def _keyed_by_tags(inner: Callable[..., Any], ours: _PipelinePass) -> Callable[.
     def inner_compile(gm: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_installed() or not isinstance(gm, fx.GraphModule):
             return inner(gm, *args, **kwargs)
+        if ours.recording is not None:
+            ours.recording.phase = "bw" if kwargs.get("is_backward") else "fw"
         tags = _pipeline().tags_digest(gm, ours.recorded, ours.options)
         digest = f"{config.current_value(config.DIGEST_FLAG)}:{tags}"
         with inductor_config.patch({config.DIGEST_FLAG: digest}):

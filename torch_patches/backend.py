@@ -52,12 +52,13 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import must_recompute
 from torch._inductor import config as inductor_config
 
-from torch_patches import _compat, _hooks, config
+from torch_patches import _compat, _hooks, config, recording
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import tag_of
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.plan import RecordedInput, Traffic
 from torch_patches.mesh_groups import with_groups
+from torch_patches.viewing import observer_of_compile
 
 __all__ = ["UnsupportedTorchError", "aot_eager_comm_overlap"]
 
@@ -110,10 +111,11 @@ def aot_eager_comm_overlap(
     settings, inputs = read_settings(options), _record_inputs(gm, example_inputs)
     flags = with_groups(gm, settings.options)
     checked = pipeline.check_module_names(gm, inputs, flags)
-    compilers = _Compilers(replace(settings, options=checked), inputs)
+    written = recording.begin(NAME, gm, checked)
+    compilers = _Compilers(replace(settings, options=checked), inputs, written)
     backend = aot_autograd(
-        fw_compiler=compilers.split_graph,
-        bw_compiler=compilers.split_graph,
+        fw_compiler=compilers.forward_graph,
+        bw_compiler=compilers.backward_graph,
         inference_compiler=compilers.inference_graph,
         partition_fn=compilers.partition,
         keep_inference_input_mutations=True,
@@ -131,29 +133,51 @@ class _Compilers:
     Args:
         settings: read when the forward compiled.
         inputs: the model's inputs, as Dynamo knows them.
+        recording: where the graphs are written, if anybody captures them.
     """
 
     settings: Settings
     inputs: tuple[RecordedInput, ...]
+    recording: recording.Recording | None = None
 
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Tags the joint graph and splits it."""
-        pipeline.run_joint(joint.graph, self.settings.options, self.inputs)
+        self._run_joint(joint.graph)
         if self.settings.partitioner == "default":
             _repeat_whole_chains(joint.graph)
         return PARTITIONERS[self.settings.partitioner](joint, joint_inputs, **kwargs)
 
-    def split_graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        """Buckets a forward or backward graph."""
-        pipeline.run_post_grad(gm.graph, self.settings.options, self.inputs)
-        return boxed_nop(gm, list(example_inputs))  # which recompiles it
+    def _run_joint(self, graph: fx.Graph) -> None:
+        if self.recording is not None:
+            pipeline.tag_or_leave(graph, self.inputs)
+            self.recording.add("joint", graph)
+        pipeline.run_joint(graph, self.settings.options, self.inputs)
+
+    def forward_graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        """Buckets a forward graph."""
+        return self._split_graph("fw", gm, example_inputs)
+
+    def backward_graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        """Buckets a backward graph."""
+        return self._split_graph("bw", gm, example_inputs)
 
     def inference_graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Tags and buckets a graph that has no backward."""
-        pipeline.run_joint(gm.graph, self.settings.options, self.inputs)
-        return self.split_graph(gm, example_inputs)
+        self._run_joint(gm.graph)
+        return self._split_graph("fw", gm, example_inputs)
+
+    def _split_graph(self, phase: str, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        if self.recording is not None:
+            self.recording.phase = phase
+            self.recording.before(gm.graph)
+        pipeline.run_post_grad(
+            gm.graph, self.settings.options, self.inputs, observer=observer_of_compile()
+        )
+        if self.recording is not None:
+            self.recording.after(gm.graph)
+        return boxed_nop(gm, list(example_inputs))  # which recompiles it
 
 
 def _repeat_whole_chains(joint: fx.Graph) -> None:
@@ -198,10 +222,10 @@ def _cache_key(gm: fx.GraphModule, compilers: _Compilers) -> dict[str, object]:
     """
     metadata = _hooks.metadata_digest(gm, compilers.settings.options, compilers.inputs)
     parts = [NAME, pipeline.source_digest(), metadata, repr(compilers.settings)]
-    if compilers.settings.options.cross_rank_check != "off":
-        parts.append(
-            uuid.uuid4().hex
-        )  # a rank that comes from a cache would not talk to the others
+    options = compilers.settings.options
+    # A rank that comes from a cache would not talk to the others, and have no graphs to capture.
+    if options.cross_rank_check != "off" or compilers.recording is not None:
+        parts.append(uuid.uuid4().hex)
     return {config.DIGEST_FLAG: ":".join(parts)}
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch.fx as fx
 
-from torch_patches import config
+from torch_patches import config, recording
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.options import (
     BucketCap,
@@ -16,6 +16,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.options import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 from torch_patches.mesh_groups import with_groups
+from torch_patches.viewing.record import observe
 
 
 class _FromFlag:
@@ -163,4 +164,10 @@ def optimize_graph(
     if options.bucketing_mode == "none" and not ("bucketing_mode" in arguments and options.fuses):
         arguments["bucketing_mode"] = DEFAULT_MODE
         options = config.options_from_arguments(arguments, "optimize_graph")
-    return pipeline.optimize_graph(gm, with_groups(gm, options))
+    written = recording.begin("optimize_graph", gm, options)
+    if written is not None:
+        written.before(gm.graph)
+    report = pipeline.optimize_graph(gm, with_groups(gm, options), observe)
+    if written is not None:
+        written.after(gm.graph)
+    return report

@@ -34,8 +34,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Refusal,
     RefusalReason,
 )
+from torch_patches.captured import load_captured
 from torch_patches.compat_api import fuse_chained_allgathers
-from torch_patches.testing.captured import load_captured
 from torch_patches.testing.chain_check import CHECKED_KINDS, ChainError, check_chain
 from torch_patches.testing.effect_ops import barrier
 from torch_patches.testing.graph_builder import GraphBuilder

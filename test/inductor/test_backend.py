@@ -145,7 +145,7 @@ def graphs_of(model, **options):
     """Tags of the collectives, and values handed on, of each graph that would be bucketed."""
     seen = []
 
-    def keep(graph, *arguments):
+    def keep(graph, *arguments, observer=None):
         tags = [tag_of(n) for n in graph.nodes if collective_kind(n) is not None]
         seen.append((tags, len(graph.output_node().all_input_nodes)))
 
@@ -226,7 +226,7 @@ def test_an_inference_graph_mutates_its_input_itself():
     """As under aot_eager; otherwise the copy follows the graph."""
     targets = []
 
-    def keep(graph, *arguments):
+    def keep(graph, *arguments, observer=None):
         targets.extend(n.target for n in graph.nodes)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():

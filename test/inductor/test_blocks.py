@@ -22,7 +22,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.blocks import (
     find_blocks,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Traffic
-from torch_patches.testing.captured import load_captured
+from torch_patches.captured import load_captured
 from torch_patches.testing.gathers import Sharded
 from torch_patches.testing.named_models import (
     LINEAR,

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_patches.testing.captured import (
+from torch_patches.captured import (
     CapturedGroup,
     CaptureFormatError,
     OpaqueValue,
@@ -158,7 +158,7 @@ def test_symbols_keep_hints() -> None:
 def test_loading_in_a_fresh_process_initialises_nothing() -> None:
     code = (
         "import sys, torch.distributed as dist\n"
-        "from torch_patches.testing.captured import load_captured\n"
+        "from torch_patches.captured import load_captured\n"
         "captured = load_captured(sys.argv[1])\n"
         "assert not dist.is_initialized()\n"
         "print(len(captured.graphs['fw'].graph.nodes))\n"

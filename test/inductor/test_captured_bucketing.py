@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
-from torch_patches.testing.captured import load_captured
+from torch_patches.captured import load_captured
 from torch_patches.testing.spmd_interpreter import expand_group, random_inputs, run_spmd
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")

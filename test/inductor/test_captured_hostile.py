@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_patches.testing.captured import FORMAT, CaptureFormatError, is_stub, load_captured
+from torch_patches.captured import FORMAT, CaptureFormatError, is_stub, load_captured
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 

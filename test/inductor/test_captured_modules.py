@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.fx as fx
 
-from torch_patches.testing._captured_modules import MAX_CLASS_NAME, MAX_CLASSES
-from torch_patches.testing.captured import FORMAT, CaptureFormatError, load_captured, save_captured
+from torch_patches.captured import FORMAT, CaptureFormatError, load_captured, save_captured
+from torch_patches.captured._modules import MAX_CLASS_NAME, MAX_CLASSES
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 FILES = sorted(DATA.glob("*.json.gz"))

@@ -16,7 +16,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import memory_limits
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
-from torch_patches.testing.captured import load_captured
+from torch_patches.captured import load_captured
 from torch_patches.testing.estimations import Estimation
 from torch_patches.testing.spmd_interpreter import expand_group, random_inputs, run_spmd
 

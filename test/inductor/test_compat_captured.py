@@ -12,8 +12,8 @@ import torch.utils._pytree as pytree
 from torch.utils._ordered_set import OrderedSet
 
 from torch_patches import compat_api
+from torch_patches.captured import load_captured
 from torch_patches.testing.beside_torch import infos, launches
-from torch_patches.testing.captured import load_captured
 from torch_patches.testing.spmd_interpreter import expand_group, random_inputs, run_spmd
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")

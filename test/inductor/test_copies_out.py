@@ -25,7 +25,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.emit_copying import PA
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import op_name
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
-from torch_patches.testing.captured import Captured, load_captured
+from torch_patches.captured import Captured, load_captured
 from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.measured_memory import (
     Conditions,

@@ -34,7 +34,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.portable_plan import (
     structure_digest,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.schedule_hash import schedule_hash
-from torch_patches.testing.captured import load_captured
+from torch_patches.captured import load_captured
 from torch_patches.testing.graph_builder import GraphBuilder
 
 aten = torch.ops.aten

@@ -23,7 +23,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     TagSource,
     Traffic,
 )
-from torch_patches.testing.captured import load_captured
+from torch_patches.captured import load_captured
 from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.spmd_interpreter import random_inputs, run_spmd
 

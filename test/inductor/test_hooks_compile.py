@@ -60,7 +60,11 @@ class Recorder:
         self.order.append("our joint")
 
     def run_post_grad(
-        self, graph: fx.Graph, options: Options, recorded: tuple[RecordedInput, ...]
+        self,
+        graph: fx.Graph,
+        options: Options,
+        recorded: tuple[RecordedInput, ...],
+        observer: object = None,
     ) -> None:
         self.recorded.append(recorded)
         # Torch's own code and the cache key see the same values as the pass.

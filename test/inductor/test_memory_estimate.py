@@ -17,7 +17,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.storages import can
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import SYMBOLIC_DIM_FALLBACK
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
-from torch_patches.testing.captured import load_captured
+from torch_patches.captured import load_captured
 from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.synthetic import training_graph
 

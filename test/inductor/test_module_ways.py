@@ -35,7 +35,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Plan,
     RefusalReason,
 )
-from torch_patches.testing.captured import load_captured
+from torch_patches.captured import load_captured
 from torch_patches.testing.module_graphs import (
     SIZE,
     ModuleGraph,

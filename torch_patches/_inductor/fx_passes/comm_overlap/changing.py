@@ -54,10 +54,12 @@ from torch_patches._inductor.fx_passes.comm_overlap.portable_plan import (
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 from torch_patches._inductor.fx_passes.comm_overlap.reporting import (
     Before,
+    Observer,
     build_report,
     fusion_report,
     with_forecasts,
     with_fusions,
+    with_story,
 )
 
 log = logging.getLogger(__name__)
@@ -105,13 +107,18 @@ class Changed:
 
 
 def change_graph(
-    graph: fx.Graph, options: Options, estimated: bool, given: PortablePlan | None = None
+    graph: fx.Graph,
+    options: Options,
+    estimated: bool,
+    given: PortablePlan | None = None,
+    observer: Observer | None = None,
 ) -> Changed | None:
     """Reads, decides, checks and applies; the graph is as it was if this raises.
 
     Args:
         estimated: report expected times and peaks also where no decision needs them.
         given: another rank's plan, to be applied instead of deciding.
+        observer: looks at the forecasts before and after, where there are any.
 
     Returns:
         None where there is nothing to do.
@@ -122,7 +129,7 @@ def change_graph(
     skeleton = collect(graph)
     if not skeleton.collectives or _is_scheduled(skeleton, options):
         return None
-    before = Before.of(graph, skeleton)
+    before = Before.of(graph, skeleton, observer is not None)
     snapshot = Snapshot(graph)
     try:
         was = _forecast_of_chains(graph, skeleton, options, estimated)
@@ -141,7 +148,7 @@ def change_graph(
             change = _bucket(graph, skeleton, options, before, estimated)
         change = replace(change, fused=fused, was=was if fused.fusions else None)
         _mark_considered(graph, options)
-        made = _report(graph, options, change)
+        made = _report(graph, options, change, observer)
         if change.overlapped is not None and options.insert_overlap_deps:
             made = _hold_order(graph, change.overlapped.hidings(), made)
     except BaseException:
@@ -243,7 +250,9 @@ def report_fusions(graph: fx.Graph, options: Options, fused: Fused) -> Report | 
         return None
 
 
-def _report(graph: fx.Graph, options: Options, change: _Change) -> Report | None:
+def _report(
+    graph: fx.Graph, options: Options, change: _Change, observer: Observer | None
+) -> Report | None:
     """What was done.  A failure here must not undo it: the other ranks have done it too."""
     try:
         report = build_report(options, change.before, change.plan, graph, change.after)
@@ -251,6 +260,8 @@ def _report(graph: fx.Graph, options: Options, change: _Change) -> Report | None
         if change.overlapped is None:
             return report
         report = with_forecasts(report, change.overlapped, change.was)
+        if observer is not None:
+            report = _observed(report, options, change, change.overlapped, observer)
         labels = change.overlapped.labels
         if labels is None:
             return report
@@ -266,6 +277,18 @@ def _report(graph: fx.Graph, options: Options, change: _Change) -> Report | None
         raise_if_strict(error)
         log.warning("torch_patches changed a graph but could not report it", exc_info=True)
         return None
+
+
+def _observed(
+    report: Report, options: Options, change: _Change, overlapped: Overlapped, observer: Observer
+) -> Report:
+    """With the story, where it can be told; the figures do not depend on it."""
+    try:
+        return with_story(report, overlapped, change.was, change.before.inputs, options, observer)
+    except Exception as error:
+        raise_if_strict(error)
+        log.warning("torch_patches could not keep what draws a run", exc_info=True)
+        return report
 
 
 def _mark_considered(graph: fx.Graph, options: Options) -> None:

@@ -77,6 +77,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import RecordedInput, S
 from torch_patches._inductor.fx_passes.comm_overlap.portable_plan import PortablePlan
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 from torch_patches._inductor.fx_passes.comm_overlap.reporting import (
+    Observer,
     emit_report,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.sources import digest_of as digest_of
@@ -127,7 +128,7 @@ def run_joint(
             other failure the graph has no tags (structure decides), with one warning.
     """
     if options.bucketing_mode != "none":
-        _tag(graph, recorded)
+        tag_or_leave(graph, recorded)
     fused = fuse_or_leave(graph, options)
     kept = keep_or_leave(graph, options)
     if not (fused.fusions or fused.refusals or kept.gathers):
@@ -140,7 +141,8 @@ def run_joint(
     return report
 
 
-def _tag(graph: fx.Graph, recorded: Sequence[RecordedInput]) -> None:
+def tag_or_leave(graph: fx.Graph, recorded: Sequence[RecordedInput]) -> None:
+    """Tags the collectives of a graph; one that cannot be tagged stays without, with one warning."""
     try:
         tag_graph(graph, recorded)
     except RANK_LOCAL_ERRORS:
@@ -160,7 +162,7 @@ def tags_digest(
     have other tags, since those come from the joint graph.
     """
     if not is_tagged(module.graph):
-        _tag(module.graph, recorded)
+        tag_or_leave(module.graph, recorded)
     names = options is not None and options.reads_modules
     digest = hashlib.sha256()
     for inner in module.modules():
@@ -197,6 +199,7 @@ def run_post_grad(
     options: Options,
     recorded: Sequence[RecordedInput] = (),
     estimated: bool = False,
+    observer: Observer | None = None,
 ) -> Report | None:
     """Buckets and schedules the collectives of a forward, backward or inference graph, in place.
 
@@ -205,6 +208,7 @@ def run_post_grad(
     Args:
         recorded: as for :func:`run_joint`.
         estimated: report expected times and peaks also where no decision needs them.
+        observer: keeps what can show the runs before and after; see ``Report.story``.
 
     Returns:
         The report, or None where there is nothing to do (no flag asks for anything, no collectives,
@@ -218,11 +222,11 @@ def run_post_grad(
     if not options.changes:
         return None
     if options.bucketing_mode != "none" and not is_tagged(graph):
-        _tag(graph, recorded)
+        tag_or_leave(graph, recorded)
     if options.cross_rank_check == "off":
-        changed = _attempt(graph, options, estimated)
+        changed = _attempt(graph, options, estimated, observer=observer)
     else:
-        changed = _compared(graph, options, estimated)
+        changed = _compared(graph, options, estimated, observer)
     if changed is None:
         return None
     if changed.report is not None and changed.report.failure is None:
@@ -231,11 +235,15 @@ def run_post_grad(
 
 
 def _attempt(
-    graph: fx.Graph, options: Options, estimated: bool, given: PortablePlan | None = None
+    graph: fx.Graph,
+    options: Options,
+    estimated: bool,
+    given: PortablePlan | None = None,
+    observer: Observer | None = None,
 ) -> Changed | None:
     """The graph changed or, if it cannot be handled, left as it was."""
     try:
-        return change_graph(graph, options, estimated, given)
+        return change_graph(graph, options, estimated, given, observer)
     except (*RANK_LOCAL_ERRORS, *USER_ERRORS):
         raise
     except Exception as error:
@@ -259,7 +267,9 @@ def _unchanged(graph: fx.Graph, options: Options, report: Report) -> Changed:
     return Changed(report, after, PortablePlan(), "")
 
 
-def _compared(graph: fx.Graph, options: Options, estimated: bool) -> Changed | None:
+def _compared(
+    graph: fx.Graph, options: Options, estimated: bool, observer: Observer | None
+) -> Changed | None:
     """What stands once the ranks have compared what they decided.
 
     Raises:
@@ -268,7 +278,7 @@ def _compared(graph: fx.Graph, options: Options, estimated: bool) -> Changed | N
     given = _unchanged(graph, options, Report(options.bucketing_mode)).after
     snapshot, groups = Snapshot(graph), groups_of(given)
     try:
-        changed = _attempt(graph, options, estimated)
+        changed = _attempt(graph, options, estimated, observer=observer)
     except Exception:
         exchange(groups, Vote.of_failure())
         raise
@@ -289,7 +299,7 @@ def _compared(graph: fx.Graph, options: Options, estimated: bool) -> Changed | N
     def take(plan: PortablePlan) -> Vote | None:
         snapshot.restore()
         try:
-            made = _attempt(graph, options, estimated, plan)
+            made = _attempt(graph, options, estimated, plan, observer)
         except Exception as error:  # told first: the others wait for an answer
             raised.append(error)
             return None
@@ -333,8 +343,10 @@ def _tell(report: Report, options: Options) -> None:
         log.warning("torch_patches changed a graph but could not report it", exc_info=True)
 
 
-def optimize_graph(gm: fx.GraphModule, options: Options) -> Report:
+def optimize_graph(
+    gm: fx.GraphModule, options: Options, observer: Observer | None = None
+) -> Report:
     """Runs the pipeline on one GraphModule and recompiles it; see ``torch_patches.optimize_graph``."""
-    report = run_post_grad(gm.graph, options, estimated=True)
+    report = run_post_grad(gm.graph, options, estimated=True, observer=observer)
     gm.recompile()
     return report if report is not None else Report(options.bucketing_mode)

@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
 
 from torch_patches._inductor.fx_passes.comm_overlap.explain import explain
 from torch_patches._inductor.fx_passes.comm_overlap.fusing import FusionReport
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CloseReason, Refusal
 
-__all__ = ["BucketReport", "FusionReport", "GroupReport", "Report", "SpanReport"]
+__all__ = [
+    "BucketReport",
+    "FusionReport",
+    "GroupReport",
+    "NoStoryError",
+    "Report",
+    "SpanReport",
+    "Story",
+]
+
+
+class NoStoryError(ValueError):
+    """A picture was asked for of a run that nobody observed."""
+
+
+class Story(Protocol):
+    """What an observer kept of the runs before and after, to show them; it holds no graph."""
+
+    def write_chrome_trace(self, report: Report, path: str | Path) -> None:
+        """Both runs as JSON for chrome://tracing and Perfetto."""
+
+    def write_html(self, report: Report, path: str | Path) -> None:
+        """One page for people."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +110,9 @@ class Report:
             ``max_consecutive_compute_between_reduce_scatters``.
         operations: counted work of the search.
         schedule_hash: equal on two ranks exactly if they launch the same collectives in the same
-            order; compare it offline when a job hangs.
+            order; compare it offline when a job hangs (``torch-patches diff``).
+        launches: the collectives of the result in order, as texts without names of this rank; what
+            the hash is made of.
         cross_rank: what came of comparing ranks (cross_rank_check); empty where nobody did.
         failure: why the graph was left as it was, or None.
         estimates: constants behind the figures that follow; empty where nothing was estimated.
@@ -110,6 +136,7 @@ class Report:
         uncovered: parameters, or modules, whose collectives no entry of the plan covers.
         unmatched: a sentence for each entry of the plan, or of module_overlap_with, that matches
             nothing here.
+        story: both runs kernel by kernel, where somebody observed (``reporting.Observer``).
     """
 
     mode: str
@@ -134,6 +161,7 @@ class Report:
     max_consecutive_compute_after: int = 0
     operations: int = 0
     schedule_hash: str = ""
+    launches: tuple[str, ...] = ()
     cross_rank: str = ""
     failure: str | None = None
     estimates: str = ""
@@ -159,14 +187,44 @@ class Report:
     modules_found: str = ""
     uncovered: tuple[str, ...] = ()
     unmatched: tuple[str, ...] = ()
+    story: Story | None = field(default=None, repr=False, compare=False)
 
     def explain(self) -> str:
         """What was done in some lines for people; module buckets with a plan to paste."""
         return explain(self)
 
     def to_json(self) -> str:
-        """The whole report as JSON; refusal reasons as their sentences."""
-        return json.dumps(asdict(self), default=lambda value: value.value, indent=1)
+        """The whole report as JSON, without the story; refusal reasons as their sentences."""
+        content = asdict(replace(self, story=None))
+        del content["story"]
+        return json.dumps(content, default=lambda value: value.value, indent=1)
+
+    def to_chrome_trace(self, path: str | Path) -> None:
+        """Writes both runs as the estimates expect them, for chrome://tracing and ui.perfetto.dev.
+
+        Raises:
+            NoStoryError: nobody observed the run.
+            OSError: it cannot be written.
+        """
+        self._told_story().write_chrome_trace(self, path)
+
+    def to_html(self, path: str | Path) -> None:
+        """Writes one page that needs no network: the timeline before and after, and tables.
+
+        Raises:
+            NoStoryError: nobody observed the run.
+            OSError: it cannot be written.
+        """
+        self._told_story().write_html(self, path)
+
+    def _told_story(self) -> Story:
+        if self.story is None:
+            why = self.failure or (
+                "there were no collectives, no estimates, or nobody observed; optimize_graph does, "
+                "and a compile whose INFO log is on"
+            )
+            raise NoStoryError(f"nothing was recorded that could be drawn: {why}")
+        return self.story
 
     def summary(self) -> str:
         """One line for the log."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
@@ -20,6 +21,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.metrics import (
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import report_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.overlap import Overlapped
+from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import memory_limits
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Bucket,
     Collective,
@@ -32,27 +34,63 @@ from torch_patches._inductor.fx_passes.comm_overlap.report import (
     GroupReport,
     Report,
     SpanReport,
+    Story,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.schedule_hash import schedule_hash
+from torch_patches._inductor.fx_passes.comm_overlap.schedule_hash import hash_of, launch_texts
 
 log = logging.getLogger(__name__)
+
+#: Name of the artifact with the launches and their hash.
+SCHEDULE_ARTIFACT = "comm_overlap_schedule"
 
 
 @dataclass(frozen=True, eq=False)
 class Before:
-    """What a report needs from the graph before it changes."""
+    """What a report needs from the graph before it changes.
+
+    Args:
+        inputs: names of what each node reads, for an observer; empty where there is none.
+    """
 
     nodes: tuple[fx.Node, ...]
     max_consecutive_compute: int
     collectives: tuple[Collective, ...]
+    inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @staticmethod
-    def of(graph: fx.Graph, skeleton: Skeleton) -> Before:
+    def of(graph: fx.Graph, skeleton: Skeleton, observed: bool = False) -> Before:
+        inputs: dict[str, tuple[str, ...]] = {}
+        if observed:  # names, since a rewrite gives the nodes other inputs
+            inputs = {n.name: tuple(i.name for i in n.all_input_nodes) for n in graph.nodes}
         return Before(
             tuple(graph.nodes),
             max_consecutive_compute_between_reduce_scatters(graph),
             skeleton.collectives,
+            inputs,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """What an observer may read of one run; its forecasts hold graphs, which it must not keep.
+
+    Args:
+        before, after: of the graph as it was given, and as it is now.
+        inputs: names of what each node read before; the nodes of ``before`` have other inputs now.
+        cap_bytes, held_cap_bytes: most live bytes that were allowed, with inputs freed and held.
+        options: of the run.
+    """
+
+    before: Forecast
+    after: Forecast
+    inputs: Mapping[str, tuple[str, ...]]
+    cap_bytes: int
+    held_cap_bytes: int
+    options: Options
+
+
+#: Looks at a run when it is done, and keeps what can show it later.
+Observer = Callable[[Observed], Story]
 
 
 def count_launches(collectives: Sequence[Collective]) -> dict[str, int]:
@@ -114,6 +152,7 @@ def build_report(
     """Assembles the report of a run whose plan has been applied to ``graph``."""
     buckets = tuple(describe_bucket(bucket) for bucket in plan.buckets)
     share = displaced_share(before.nodes, tuple(graph.nodes))
+    launches = tuple(launch_texts(after, before.collectives))
     return Report(
         mode=options.bucketing_mode,
         collectives_before=count_launches(before.collectives),
@@ -131,13 +170,15 @@ def build_report(
         max_consecutive_compute_before=before.max_consecutive_compute,
         max_consecutive_compute_after=max_consecutive_compute_between_reduce_scatters(graph),
         operations=plan.operations,
-        schedule_hash=schedule_hash(after, before.collectives),
+        schedule_hash=hash_of(launches),
+        launches=launches,
     )
 
 
 def fusion_report(options: Options, fused: Fused, after: Skeleton) -> Report:
     """The report of a joint graph, or of a graph in which nothing but chains was looked at."""
     before = fused.before or after.collectives
+    launches = tuple(launch_texts(after, before))
     return with_fusions(
         Report(
             mode=options.bucketing_mode,
@@ -146,7 +187,8 @@ def fusion_report(options: Options, fused: Fused, after: Skeleton) -> Report:
             groups_before=summarize_groups(before),
             groups_after=summarize_groups(after.collectives),
             told_by=count_sources(before),
-            schedule_hash=schedule_hash(after, before),
+            schedule_hash=hash_of(launches),
+            launches=launches,
             failure=fused.failure,
         ),
         fused,
@@ -196,6 +238,28 @@ def with_forecasts(report: Report, overlapped: Overlapped, given: Forecast | Non
     )
 
 
+def with_story(
+    report: Report,
+    overlapped: Overlapped,
+    given: Forecast | None,
+    inputs: Mapping[str, tuple[str, ...]],
+    options: Options,
+    observer: Observer,
+) -> Report:
+    """The report with what ``observer`` keeps of the runs; ``given`` as for :func:`with_forecasts`,
+    ``inputs`` as :class:`Observed` has them."""
+    before = overlapped.before  # the caps count from it
+    observed = Observed(
+        before=given or before,
+        after=overlapped.after,
+        inputs=inputs,
+        cap_bytes=memory_limits(options, before.peak_bytes).peak_bytes,
+        held_cap_bytes=memory_limits(options, before.held_peak_bytes).peak_bytes,
+        options=options,
+    )
+    return replace(report, story=observer(observed))
+
+
 def _describe_span(span: CollectiveSpan) -> SpanReport:
     longest = sorted(span.hidden_by, key=lambda hiding: -hiding.ms)[:8]
     return SpanReport(
@@ -211,7 +275,8 @@ def _describe_span(span: CollectiveSpan) -> SpanReport:
 
 
 def emit_report(report: Report) -> None:
-    """One INFO line, counters in ``counters["inductor"]`` and a ``trace_structured`` artifact.
+    """One INFO line, counters in ``counters["inductor"]`` and two ``trace_structured`` artifacts: the
+    report, and :data:`SCHEDULE_ARTIFACT`.
 
     The log record carries the whole object as ``record.report``, for a handler of the user's.
 
@@ -235,6 +300,18 @@ def emit_report(report: Report) -> None:
         metadata_fn=lambda: {"name": "comm_overlap_report", "encoding": "json"},
         payload_fn=report.to_json,
     )
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": SCHEDULE_ARTIFACT, "encoding": "json"},
+        payload_fn=lambda: _schedule(report),
+    )
+
+
+def _schedule(report: Report) -> str:
+    """What ``torch-patches diff`` compares between ranks; on a cache hit, where no pass runs, it takes
+    the same from the graph that torch emits again."""
+    schedule = {"phase": report.phase, "schedule_hash": report.schedule_hash}
+    return json.dumps({**schedule, "launches": report.launches}, indent=1)
 
 
 def _count_buckets(counts: Counter[str], report: Report) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from unittest import mock
 
 import torch.distributed as dist
@@ -23,9 +24,18 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _runtime_estimation
 
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import Device
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    op_name,
+    op_namespace,
+    tensors_of,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import decision_bytes, tensor_bytes
+
+_COPY_IN = "_pre_bucket_all_gather"
 
 #: What torch's cost model calls the generation of a device of ours.
 _GENERATIONS = {"A100": "AMPERE", "H100": "HOPPER", "H200": "HOPPER", "B200": "BLACKWELL"}
@@ -159,3 +169,29 @@ def _estimation(
         return costs[node].ms if node in costs else None
 
     return estimate
+
+
+def copies_in(
+    costs: Mapping[fx.Node, ComputeCost], model: RuntimeModel
+) -> dict[fx.Node, ComputeCost]:
+    """Costs of torch's ``bucketing::_pre_bucket_all_gather``, which our graphs never hold.
+
+    It allocates the whole gathered buffer and writes only this rank's part of it
+    (``torch/_inductor/fx_passes/bucketing.py``): result bytes / group size.  The model, which sees
+    an unknown op, takes it to write its whole result.
+    """
+    device = model.device
+    rate = device.dram_gb_per_s * device.dram_efficiency * 1e6  # bytes per ms
+    result = {}
+    for node, cost in costs.items():
+        if op_namespace(node.target) == "bucketing" and op_name(node.target) == _COPY_IN:
+            read = sum(_result_bytes(source) for source in node.all_input_nodes)
+            group_size = node.args[1]
+            assert isinstance(group_size, int)
+            moved = read + _result_bytes(node) / group_size
+            result[node] = replace(cost, ms=max(moved / rate, device.kernel_us / 1e3))
+    return result
+
+
+def _result_bytes(node: fx.Node) -> int:
+    return sum(decision_bytes(tensor_bytes(t)) for t in tensors_of(node.meta.get("val")))

@@ -17,7 +17,7 @@ import torch.utils._sympy.functions as torch_sympy
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from torch_patches.testing._captured_targets import CaptureFormatError
+from torch_patches.captured._targets import CaptureFormatError
 
 SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,14 @@ import torch.utils._pytree as pytree
 from torch._functorch._aot_autograd import descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from torch_patches.testing._captured_symbols import (
+from torch_patches.captured._meshes import CapturedMesh, MeshEncoder, describe_mesh
+from torch_patches.captured._symbols import (
     SYMBOLIC_TYPES,
     SymbolDecoder,
     SymbolEncoder,
     check_integer,
 )
-from torch_patches.testing._captured_targets import (
+from torch_patches.captured._targets import (
     CaptureFormatError,
     TargetDecoder,
     encode_target,
@@ -35,9 +36,15 @@ from torch_patches.testing._captured_targets import (
 
 @dataclass(frozen=True)
 class OpaqueValue:
-    """Stands for a graph input that is not a tensor, such as a DeviceMesh."""
+    """Stands for a graph input that is not a tensor, such as a DeviceMesh.
+
+    Args:
+        type_name: of the object's class.
+        mesh: of a DeviceMesh, what is known of it.
+    """
 
     type_name: str
+    mesh: CapturedMesh | None = None
 
 
 # ---------------------------------------------------------------------------------------- encoding
@@ -48,6 +55,7 @@ class ValueEncoder:
 
     def __init__(self) -> None:
         self.symbols = SymbolEncoder()
+        self.meshes = MeshEncoder()
         self._storages: dict[int, int] = {}
 
     @contextlib.contextmanager
@@ -99,9 +107,13 @@ class ValueEncoder:
         group_name = getattr(value, "group_name", None)
         if isinstance(group_name, str):  # a process group object: its name says the same
             return group_name
-        if isinstance(value, OpaqueValue):
-            return {"opaque": value.type_name}
-        return {"opaque": _type_name(value)}
+        return self._opaque(value)
+
+    def _opaque(self, value: Any) -> dict[str, Any]:
+        known = isinstance(value, OpaqueValue)
+        mesh = value.mesh if known else describe_mesh(value)
+        encoded = {"opaque": value.type_name if known else _type_name(value)}
+        return encoded if mesh is None else {**encoded, "mesh": self.meshes.index(mesh)}
 
     def value(self, value: Any) -> Any:
         """A node's ``meta["val"]``."""
@@ -172,7 +184,13 @@ def _type_name(value: Any) -> str:
 class ValueDecoder:
     """Rebuilds the values of one file, all in one fake mode."""
 
-    def __init__(self, hints: Mapping[str, int | None], targets: TargetDecoder) -> None:
+    def __init__(
+        self,
+        hints: Mapping[str, int | None],
+        targets: TargetDecoder,
+        meshes: Sequence[CapturedMesh] = (),
+    ) -> None:
+        self._meshes = meshes
         self._symbols = SymbolDecoder(hints)
         self.fake_mode = FakeTensorMode(
             allow_non_fake_inputs=True, shape_env=self._symbols.shape_env
@@ -223,7 +241,8 @@ class ValueDecoder:
         if kind in ("dtype", "layout", "memory_format"):
             return _torch_constant(content, getattr(torch, kind))
         if kind == "opaque" and isinstance(content, str):
-            return OpaqueValue(content)
+            mesh = check_integer(encoded["mesh"]) if "mesh" in encoded else None
+            return OpaqueValue(content, None if mesh is None else self._meshes[mesh])
         raise CaptureFormatError(f"unknown value {str(encoded)[:200]}")
 
     def value(self, encoded: Any) -> Any:

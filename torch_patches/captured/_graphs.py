@@ -6,6 +6,8 @@ attributes and keyword arguments) are checked to be identifiers on loading.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,22 +15,26 @@ import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_patches.testing._captured_modules import (
+from torch_patches.captured._marks import decode_marks, encode_marks
+from torch_patches.captured._meshes import CapturedMesh
+from torch_patches.captured._modules import (
     ModuleStackEncoder,
     decode_module_stacks,
     is_identifier,
 )
-from torch_patches.testing._captured_targets import (
+from torch_patches.captured._targets import (
     CaptureFormatError,
     TargetDecoder,
     encode_target,
 )
-from torch_patches.testing._captured_values import ValueDecoder, ValueEncoder
+from torch_patches.captured._values import ValueDecoder, ValueEncoder
 
 # Kept as they are: JSON scalars.
 _PLAIN_META = ("ac_graph_id", "partitioner_tag", "seq_nr", "autograd_backward", "is_backward")
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 _MAX_CUSTOM_DEPTH = 16
+#: At the start of a text or behind a space or quote: /home/..., ~/..., C:\...
+_LOCAL_PATH = re.compile(r"""(?:^|[\s"'=:,(])(?:/[^/\s]+/|~/|[A-Za-z]:\\)""")
 
 
 class GraphEncoder:
@@ -74,6 +80,8 @@ class GraphEncoder:
         if "val" in node.meta:
             encoded["val"] = self.values.value(node.meta["val"])
         meta = self._meta(node.meta)
+        if marks := encode_marks(node):
+            meta["marks"] = marks
         if meta:
             encoded["meta"] = meta
         return encoded
@@ -95,7 +103,11 @@ class GraphEncoder:
 
 
 def _plain(value: Any, depth: int) -> Any:
-    """What JSON can hold of user metadata; the rest becomes None."""
+    """What JSON can hold of user metadata; the rest, and paths of this machine, become None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, str) and _LOCAL_PATH.search(value):
+        return None
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping) and depth:
@@ -109,10 +121,14 @@ class GraphDecoder:
     """Rebuilds the graphs of one file, given its tables."""
 
     def __init__(
-        self, hints: Mapping[str, int | None], stacks: Sequence[Sequence[str]], classes: Any = None
+        self,
+        hints: Mapping[str, int | None],
+        stacks: Sequence[Sequence[str]],
+        classes: Any = None,
+        meshes: Sequence[CapturedMesh] = (),
     ) -> None:
         self._targets = TargetDecoder()
-        self.values = ValueDecoder(hints, self._targets)
+        self.values = ValueDecoder(hints, self._targets, meshes)
         self._stacks = decode_module_stacks(stacks, classes)
 
     def graph(self, encoded: Mapping[str, Any]) -> fx.GraphModule:
@@ -167,6 +183,8 @@ class GraphDecoder:
                 meta[key] = dict(self._stacks[encoded[key]])
         if "desc" in encoded:
             meta["desc"] = self.values.descriptor(encoded["desc"])
+        if "marks" in encoded:
+            meta.update(decode_marks(encoded["marks"]))
         return meta
 
 

@@ -6,9 +6,10 @@
 
 A file is gzipped JSON: nodes with their targets, arguments, tensor metadata and the metadata that
 passes use; subgraphs; process groups with their ranks.  There are no tensor data, stack traces or
-paths of the machine that captured; of a module's class there is the name (``_captured_modules``).
+paths of the machine that captured; of a module's class there is the name (``_modules``), of a device
+mesh the ranks (``_meshes``).  docs/capture_format.md has all of it.
 Loading a file from anywhere is safe: names only select from lists in this package (see
-``_captured_targets``), everything that ends up in generated code is an identifier, and sizes are
+``_targets``), everything that ends up in generated code is an identifier, and sizes are
 bounded.  Anything else raises :class:`CaptureFormatError`.
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,19 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_patches.testing._captured_graphs import GraphDecoder, GraphEncoder
-from torch_patches.testing._captured_targets import CaptureFormatError, is_stub
-from torch_patches.testing._captured_values import OpaqueValue
+from torch_patches.captured._document import FORMAT, MAX_BYTES, CapturedGroup, Document
+from torch_patches.captured._graphs import GraphDecoder
+from torch_patches.captured._meshes import CapturedMesh, decode_meshes
+from torch_patches.captured._targets import CaptureFormatError, is_stub
+from torch_patches.captured._values import OpaqueValue
 
 __all__ = [
+    "FORMAT",
     "CaptureFormatError",
     "Captured",
+    "CapturedGroup",
+    "CapturedMesh",
+    "Document",
     "OpaqueValue",
     "is_stub",
     "load_captured",
@@ -40,17 +47,7 @@ __all__ = [
     "save_captured",
 ]
 
-FORMAT = 1
-MAX_BYTES = 64 * 2**20  # of JSON, after decompression
 MAX_DEPTH = 100  # of nested arrays and objects
-
-
-@dataclass(frozen=True)
-class CapturedGroup:
-    """A process group: its global ranks in group order, and what it was made for."""
-
-    ranks: tuple[int, ...]
-    description: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +77,10 @@ class Captured:
             name: CapturedGroup(ranks, self.group_descriptions.get(name, ""))
             for name, ranks in self.groups.items()
         }
-        _write(path, _encode_document(self.graphs, self.info, groups, self.torch_version))
+        document = Document(self.info, groups, self.torch_version)
+        for name, module in self.graphs.items():
+            document.add(name, module)
+        document.write(path)
 
 
 def save_captured(
@@ -100,8 +100,10 @@ def save_captured(
     Raises:
         CaptureFormatError: a graph calls something that the format cannot name.
     """
-    groups = registered_groups() if groups is None else groups
-    _write(path, _encode_document(graphs, info, groups, torch.__version__))
+    document = Document(info, registered_groups() if groups is None else groups)
+    for name, module in graphs.items():
+        document.add(name, module)
+    document.write(path)
 
 
 def load_captured(path: str | Path) -> Captured:
@@ -111,11 +113,23 @@ def load_captured(path: str | Path) -> Captured:
         CaptureFormatError: the file is damaged, hostile, too large or of another format.
         OSError: it cannot be read at all.
     """
+    return _checked(lambda: _read(path), Path(path).name)
+
+
+def load_text_document(document: dict[str, Any], what: str) -> Captured:
+    """A document that was made from text; see ``_readable``.
+
+    Raises:
+        CaptureFormatError: the text holds what a capture may not hold.
+    """
+    return _checked(lambda: document, what)
+
+
+def _checked(read: Callable[[], dict[str, Any]], what: str) -> Captured:
     try:
-        document = _read(path)
-        return _decode_document(document)
+        return decode_document(read())
     except CaptureFormatError as error:
-        raise CaptureFormatError(f"{Path(path).name}: {error}") from error
+        raise CaptureFormatError(f"{what}: {error}") from error
     except (
         ArithmeticError,
         AssertionError,
@@ -127,7 +141,7 @@ def load_captured(path: str | Path) -> Captured:
         ValueError,
     ) as error:
         # Each decoder takes its part of the document at its word; what does not fit ends here.
-        raise CaptureFormatError(f"{Path(path).name}: malformed ({error!r:.300})") from error
+        raise CaptureFormatError(f"{what}: malformed ({error!r:.300})") from error
 
 
 def registered_groups() -> dict[str, CapturedGroup]:
@@ -146,14 +160,6 @@ def registered_groups() -> dict[str, CapturedGroup]:
 
 
 # ------------------------------------------------------------------------------------------- files
-
-
-def _write(path: str | Path, document: dict[str, Any]) -> None:
-    data = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-    if len(data) > MAX_BYTES:
-        raise CaptureFormatError(f"{len(data)} bytes of JSON, more than {MAX_BYTES}")
-    # No time stamp: equal content gives equal files.
-    Path(path).write_bytes(gzip.compress(data, compresslevel=9, mtime=0))
 
 
 def _read(path: str | Path) -> dict[str, Any]:
@@ -198,33 +204,14 @@ def _check_depth(document: Any) -> None:
 # ---------------------------------------------------------------------------------------- document
 
 
-def _encode_document(
-    graphs: Mapping[str, fx.GraphModule],
-    info: Mapping[str, Any],
-    groups: Mapping[str, CapturedGroup],
-    torch_version: str,
-) -> dict[str, Any]:
-    encoder = GraphEncoder()
-    encoded = {name: encoder.graph(module) for name, module in graphs.items()}
-    classes = encoder.stacks.classes
-    return {
-        "format": FORMAT,
-        "torch": torch_version,
-        "info": dict(info),
-        "groups": {
-            name: {"ranks": list(group.ranks), "description": group.description}
-            for name, group in groups.items()
-        },
-        "symbols": encoder.values.symbols.hints,
-        "module_stacks": encoder.stacks.paths,
-        **({} if classes is None else {"module_classes": classes}),
-        "graphs": encoded,
-    }
-
-
-def _decode_document(document: dict[str, Any]) -> Captured:
+def decode_document(document: dict[str, Any]) -> Captured:
+    """The content of a file that was read, or made of text (see ``_readable``); it may be anything,
+    and what does not fit raises whatever the decoders meet."""
     decoder = GraphDecoder(
-        document["symbols"], document["module_stacks"], document.get("module_classes")
+        document["symbols"],
+        document["module_stacks"],
+        document.get("module_classes"),
+        decode_meshes(document.get("meshes")),
     )
     graphs = {name: decoder.graph(graph) for name, graph in document["graphs"].items()}
     groups: dict[str, tuple[int, ...]] = {}

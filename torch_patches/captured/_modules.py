@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torch_patches.testing._captured_targets import CaptureFormatError
+from torch_patches.captured._targets import CaptureFormatError
 
 MAX_CLASSES = 4096  # of a file; each takes a kilobyte or two when it is made
 MAX_CLASS_NAME = 512  # characters, module included

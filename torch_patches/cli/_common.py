@@ -1,0 +1,113 @@
+"""What the subcommands share: exit statuses, errors, options, output."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EXIT_OK, EXIT_DIFFERS, EXIT_USAGE = 0, 1, 2
+
+
+class CommandError(Exception):
+    """A mistake of the user, or a file that is no good: one line, and exit status 2."""
+
+
+def new_parser(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    summary: str,
+    description: str,
+    example: str,
+) -> argparse.ArgumentParser:
+    """A subcommand's parser with the options that all have (``--json``, ``--verbose``).
+
+    Args:
+        subparsers: of the main parser.
+        name: the subcommand.
+        summary: a few words for the list of commands.
+        description: what it does.
+        example: command lines.
+    """
+    indented = "\n".join(f"  {line}" for line in example.strip().splitlines())
+    parser = subparsers.add_parser(
+        name,
+        help=summary,
+        description=description.strip(),
+        epilog=f"example:\n{indented}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="for machines: one JSON object")
+    parser.add_argument("--verbose", action="store_true", help="show what the passes log")
+    return parser
+
+
+def require(*modules: str) -> None:
+    """Import what only the extra ``tools`` installs.
+
+    Raises:
+        CommandError: one is missing; says how to install it.
+    """
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise CommandError(
+                f"this needs {error.name}: pip install 'torch_patches[tools]'"
+            ) from error
+
+
+def console(stderr: bool = False) -> Console:
+    """A terminal of rich's; plain text where it is no terminal.
+
+    Raises:
+        CommandError: rich is not installed.
+    """
+    require("rich.console")
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    # A pipe has no width: what reads it wants whole lines.
+    width = None if stream.isatty() else 200
+    return Console(file=stream, width=width, highlight=False, markup=False)
+
+
+def print_json(content: Any) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(content, indent=1, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    """Enums as their values; anything else that JSON does not know is a mistake of ours."""
+    if hasattr(value, "value"):
+        return value.value
+    raise TypeError(f"{type(value).__name__} in JSON output")
+
+
+@contextmanager
+def progress(what: str, quiet: bool = False) -> Iterator[None]:
+    """Shows on a terminal's stderr that ``what`` goes on."""
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    with console(stderr=True).status(what):
+        yield
+
+
+def set_up_logging(verbose: bool) -> None:
+    """Warnings of the passes on stderr; all with ``verbose``."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    logger = logging.getLogger("torch_patches")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.DEBUG if verbose else logging.WARNING)
+    logger.propagate = False
