@@ -149,6 +149,12 @@ def test_data_of_the_page_are_the_picture(report: Report) -> None:
     assert len(after["flights"]) == sum(report.collectives_after.values())
     red = sum(end - start for start, end, _ in after["stops"])
     assert red == pytest.approx(report.exposed_ms_after, abs=1e-4)
+    for run in (before, after):
+        stood = [0.0] * len(run["flights"])
+        for start, end, flight in run["stops"]:
+            stood[flight] += end - start
+        exposed = [flight["exposed"] for flight in run["flights"]]
+        assert any(exposed) and stood == pytest.approx(exposed, abs=1e-5)
     merged = {f["name"]: f["bucket"] for f in before["flights"] if f["bucket"] is not None}
     assert merged == {m: i for i, b in enumerate(report.buckets) for m in b.members}
     assert {f["bucket"] for f in after["flights"]} - {None} == set(range(len(report.buckets)))

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from torch_patches.viewing.profile import Comparison
 
 _TEMPLATES = Path(__file__).parent / "templates"
+#: Parts of the page's one script, in order.
+_SCRIPTS = ("figures.js", "timeline.js")
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ def render(sheets: Sequence[Sheet], title: str = "", measured: Comparison | None
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    script = (_TEMPLATES / "timeline.js").read_text(encoding="utf-8")
+    parts = [(_TEMPLATES / name).read_text(encoding="utf-8") for name in _SCRIPTS]
+    script = "".join(['"use strict";\n(() => {\n', *parts, "})();\n"])
     digest = hashlib.sha256(script.encode()).digest()
     return environment.get_template("page.html.j2").render(
         title=title or "Collectives before and after",
