@@ -106,7 +106,7 @@ def planners(arguments: argparse.Namespace, model: RuntimeModel) -> dict[str, Pl
 
     def ours(gm: fx.GraphModule) -> fx.GraphModule:
         options = {"bucketing_mode": arguments.ours, **arguments.ours_options}
-        report = torch_patches.optimize_graph(gm, **options)
+        report = torch_patches.optimize_graph(gm, keep_story=False, **options)
         if report.failure:
             raise RuntimeError(report.failure)
         return gm

@@ -64,6 +64,7 @@ def optimize_graph(
     create_flattened_groups: bool = FROM_FLAG,
     cross_rank_check: str = FROM_FLAG,
     custom_runtime_estimation: CustomEstimation | None = FROM_FLAG,
+    keep_story: bool = True,
 ) -> Report:
     """Merges and schedules the collectives of ``gm`` in place and recompiles it.
 
@@ -112,6 +113,8 @@ def optimize_graph(
         cross_rank_check: "off", or what to do where ranks decide differently: "warn", "error" or
             "agree"; all ranks of the graph's groups must call.
         custom_runtime_estimation: ``fn(node, override_size_bytes | None) -> ms | None``.
+        keep_story: the report remembers both simulated runs (one or two MiB, and up to a tenth of
+            the pass's time), for ``to_html`` and ``to_chrome_trace``.  No flag.
 
     Each argument left out takes the value of the flag
     ``torch._inductor.config.aten_distributed_optimizations.<name>``.
@@ -167,7 +170,8 @@ def optimize_graph(
     written = recording.begin("optimize_graph", gm, options)
     if written is not None:
         written.before(gm.graph)
-    report = pipeline.optimize_graph(gm, with_groups(gm, options), observe)
+    observer = observe if keep_story else None
+    report = pipeline.optimize_graph(gm, with_groups(gm, options), observer)
     if written is not None:
         written.after(gm.graph)
     return report

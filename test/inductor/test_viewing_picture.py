@@ -179,6 +179,13 @@ def test_a_report_without_a_story_says_why(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_optimize_graph_keeps_the_story_unless_told_not_to(kept: bool) -> None:
+    report = optimize_graph(load("llama_3l_fsdp8", "fw"), keep_story=kept)
+    assert report.failure is None
+    assert (report.story is not None) == kept
+
+
 def test_options_that_were_set_come_first_and_functions_go_by_name() -> None:
     def half(node: fx.Node, size_bytes: int | None) -> float | None:
         return None

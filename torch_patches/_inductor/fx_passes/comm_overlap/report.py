@@ -220,8 +220,8 @@ class Report:
     def _told_story(self) -> Story:
         if self.story is None:
             why = self.failure or (
-                "there were no collectives, no estimates, or nobody observed; optimize_graph does, "
-                "and a compile whose INFO log is on"
+                "there were no collectives, no estimates, or nobody observed; optimize_graph does "
+                "unless keep_story is False, and a compile whose INFO log is on"
             )
             raise NoStoryError(f"nothing was recorded that could be drawn: {why}")
         return self.story
