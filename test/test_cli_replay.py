@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_patches import cli
+from torch_patches import _compat, cli
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.schedule_hash import launch_texts
 from torch_patches.captured import CaptureFormatError, load_captured
@@ -49,7 +49,10 @@ def test_before_and_after_of_a_capture(capsys: pytest.CaptureFixture[str]) -> No
     assert forward["after"]["launches"]["all_gather"] < 21
     assert forward["after"]["exposed_ms"] < forward["before"]["exposed_ms"]
     assert forward["report"]["mode"] == "auto"
-    assert forward["torch"]["launches"]["all_gather"] < 21
+    if _compat.torch_release() >= (2, 13):
+        assert forward["torch"]["launches"]["all_gather"] < 21
+    else:
+        assert "torch" in forward
     assert forward["check"]["verdict"] == "equal"
     assert found["graphs"]["bw"]["check"]["verdict"] in ("equal", "close")
 
@@ -306,7 +309,10 @@ def test_replay_of_a_repro_file(
 ) -> None:
     path = tmp_path / "fx_graph_runnable.py"
     path.write_text(payload(traces[name], "fx_graph_runnable"))
-    found = replay(capsys, path, "--check", "--group", "0=0,1", "--as-on-gpu")
+    # torch 2.11 writes the size without its symbol
+    tells = name == "miss" or _compat.torch_release() >= (2, 13)
+    size = [] if tells else ["--size", "s77=4"]
+    found = replay(capsys, path, "--check", "--group", "0=0,1", "--as-on-gpu", *size)
     assert (found["kind"], found["warnings"]) == ("repro", [])
     forward = found["graphs"]["fw"]
     assert forward["before"]["launches"] == {"all_gather": 2, "reduce_scatter": 2}

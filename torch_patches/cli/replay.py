@@ -66,13 +66,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    out = None if arguments.json else console()
     options = options_of(read_flags(arguments), "replay")
     loaded = load(arguments, arguments.file)
     names = choose_graphs(loaded, arguments.graph)
     shown: dict[str, Any] = {}
     changed: dict[str, Any] = {}
     with known_groups(loaded.captured.groups):
+        out = None if arguments.json else console()  # what is missing is told before the work
         for name in names:
             with progress(f"planning {name}", arguments.json):
                 shown[name], changed[name] = _replay(loaded, name, options, arguments)

@@ -3,6 +3,8 @@
 torch asks the device for its memory bandwidth, its arithmetic rate and its generation; here it gets
 those of our device table.  Its collectives' sizes come from process groups, which exist on torch's fake
 backend, by the names and ranks of the capture.
+
+torch 2.11 has not all of it: what a function runs is imported there.
 """
 
 from __future__ import annotations
@@ -16,13 +18,11 @@ from unittest import mock
 
 import torch.distributed as dist
 import torch.fx as fx
-from torch._inductor import comm_analysis, config
+from torch._inductor import config
 from torch._inductor import utils as inductor_utils
-from torch._inductor.fx_passes import fsdp, overlap_manual_scheduling, overlap_scheduling
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils import _runtime_estimation
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import Device
@@ -78,6 +78,9 @@ def _register(groups: Mapping[str, tuple[int, ...]]) -> None:
 @contextlib.contextmanager
 def device_constants(device: Device) -> Iterator[None]:
     """torch's cost models see ``device`` wherever they ask for the one of this machine."""
+    from torch._inductor import comm_analysis
+    from torch.utils import _runtime_estimation
+
     generation = comm_analysis.NVIDIA_GPU_TYPE[_GENERATIONS.get(device.name, "AMPERE")]
     with contextlib.ExitStack() as stack:
         for module in (inductor_utils, _runtime_estimation):
@@ -118,6 +121,8 @@ def schedule(
         our_estimates: torch also decides by our times of collectives and products, instead of by its
             own formulas.
     """
+    from torch._inductor.fx_passes import overlap_scheduling
+
     flags: dict[str, object] = {
         "collective_bucketing": True,
         "compute_estimator": "analytical",
@@ -145,13 +150,17 @@ def manual(gm: fx.GraphModule, plan: Sequence[list[str] | str], device: Device) 
         plan: module names; a list is one bucket.
         device: whose constants torch sees where it asks.
     """
+    from torch._inductor.fx_passes import overlap_manual_scheduling
+
     with device_constants(device), quiet():
         return overlap_manual_scheduling.manual_overlap_bucketing(gm, list(plan))
 
 
 def _pre_bucketed(gm: fx.GraphModule) -> None:
     """torch's FSDP pre-bucketing alone, so that the nodes it makes can be given our times too."""
-    fsdp.pre_bucket_fsdp_collectives(gm)
+    from torch._inductor.fx_passes.fsdp import pre_bucket_fsdp_collectives
+
+    pre_bucket_fsdp_collectives(gm)
     stable_topological_sort(gm.graph)
 
 
