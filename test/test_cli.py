@@ -49,7 +49,7 @@ def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     text = capsys.readouterr().out
     for name in cli.COMMANDS:
-        assert re.search(rf"^    {name} ", text, re.MULTILINE)
+        assert re.search(rf"^    {name}\s", text, re.MULTILINE)
     assert "exit status: 0" in text
 
 
