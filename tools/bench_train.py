@@ -12,6 +12,9 @@ implementation compiles its own copy with equal weights and trains it on equal d
     MODE+FLAG...    the same with flags of ours on: fuse (both chained fusions), keep
                     (keep_gathered_parameters, 2 GB), agree (cross_rank_check)
 
+``--keep DIR`` keeps a profile of the last steps and the captured graphs of rank 0 there, for
+``torch-patches report --profile``, and adds the device's compute, communication and exposed milliseconds.
+
 One JSON line for each workload and implementation (median and spread of whole steps without a host
 synchronisation between them, peak memory, seconds of the first step, losses); the table comes last.
 """
@@ -24,8 +27,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +36,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
+from _bench_profile import device_times
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-import torch_patches  # noqa: F401  registers the flags
+import torch_patches
 from torch_patches.testing.models import Llama, ModelConfig
 from torch_patches.testing.parallelize import (
     fully_shard_simple,
@@ -49,6 +53,7 @@ from torch_patches.testing.parallelize import (
 
 PREFIX = "aten_distributed_optimizations."
 GPUS_PER_NODE = 8
+PROFILED_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -152,7 +157,9 @@ def measure(
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    with config.patch({**flags_of(implementation), "force_disable_caches": True}):
+    kept = _folder_of(options, name, implementation)
+    flags = {**flags_of(implementation), "force_disable_caches": True}
+    with config.patch(flags), _captured(kept):
         step = make_step(workload, device)
         started = time.perf_counter()
         losses = [step()]
@@ -167,6 +174,7 @@ def measure(
             if device.type == "cuda":
                 torch.cuda.synchronize()
             times.append((time.perf_counter() - started) / options.steps * 1e3)
+        measured = {} if options.keep is None else _profiled(step, kept, device)
     is_cuda = device.type == "cuda"
     return {
         "workload": name,
@@ -176,8 +184,44 @@ def measure(
         "highest_ms": round(max(times), 3),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if is_cuda else 0.0,
         "first_step_s": round(first_s, 1),
+        **measured,
         "losses": [round(float(loss), 6) for loss in losses],
         "counters": {k: v for k, v in counters["inductor"].items() if "comm_overlap" in k},
+    }
+
+
+def _folder_of(options: argparse.Namespace, name: str, implementation: str) -> Path | None:
+    """Where profile and graphs go; None where nobody wants them, or on another rank."""
+    if options.keep is None or dist.get_rank():
+        return None
+    folder: Path = options.keep / f"{name}_{implementation.replace('+', '_')}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _captured(folder: Path | None) -> AbstractContextManager[Any]:
+    return nullcontext() if folder is None else torch_patches.capture(folder)
+
+
+def _profiled(
+    step: Callable[[], torch.Tensor], folder: Path | None, device: torch.device
+) -> dict[str, float]:
+    """Runs some steps on all ranks, one of which looks; milliseconds of its device, if it has one."""
+    synchronize(device)
+    looking = nullcontext() if folder is None else torch.profiler.profile()
+    with looking as profile:
+        for _ in range(PROFILED_STEPS):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    if folder is None or profile is None:
+        return {}
+    trace = folder / "profile.json.gz"
+    profile.export_chrome_trace(str(trace))
+    if device.type != "cuda":
+        return {}
+    return {
+        name: round(value, 3) for name, value in asdict(device_times(trace, PROFILED_STEPS)).items()
     }
 
 
@@ -200,6 +244,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="of a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3, help="steps behind the first one")
+    parser.add_argument("--keep", type=Path, help="a folder for profiles and graphs")
     parser.add_argument("--cpu", action="store_true", help="gloo on CPU, judged as on GPUs")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers of each")
     options = parser.parse_args()
