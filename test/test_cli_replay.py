@@ -17,7 +17,7 @@ import torch
 from torch_patches import _compat, cli
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.schedule_hash import launch_texts
-from torch_patches.captured import CaptureFormatError, load_captured
+from torch_patches.captured import CaptureFormatError, _propagate, load_captured
 from torch_patches.captured._trace import read_trace
 from torch_patches.captured.files import load_any
 
@@ -353,6 +353,56 @@ def test_compiles_can_be_chosen(
     assert "no compile '5/0'; there are 0/0" in capsys.readouterr().err
 
 
+TRAINING = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.device_mesh import init_device_mesh
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+import torch_patches
+from torch._inductor import config
+from torch_patches.testing.parallelize import fully_shard_simple
+flags = config.aten_distributed_optimizations
+flags.bucketing_mode, flags.enable_overlap_scheduling, flags.bucket_cap_mb = "topo_span", True, 0.0002
+layers = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(4)])
+model = fully_shard_simple(layers, init_device_mesh("cpu", (4,)))
+torch.compile(model)(torch.ones(4, 8)).sum().backward()
+"""
+
+
+def test_training_with_control_dependencies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Forward and backward of a compile and of a cache hit; collectives stand inside of
+    control_deps."""
+    for name in ("miss", "hit"):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "TORCH_TRACE": str(tmp_path / name),
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        }
+        subprocess.run([sys.executable, "-c", TRAINING], env=environment, check=True)
+    emitted = [
+        json.loads(entry.payload)
+        for entry in read_trace(log_of(tmp_path / "miss")).entries
+        if entry.kind == "comm_overlap_schedule"
+    ]
+    assert "control_deps" in payload(tmp_path / "hit", "inductor_post_grad_graph")
+    assert run("diff", tmp_path / "miss", tmp_path / "hit", "--json") == 0
+    graphs = json.loads(capsys.readouterr().out)["graphs"]
+    hashes = [graphs[phase][side]["schedule_hash"] for side in "ab" for phase in ("fw", "bw")]
+    assert hashes == [schedule["schedule_hash"] for schedule in emitted] * 2
+    found = replay(capsys, tmp_path / "hit", "--check", "--mode", "topo_span", "--as-on-gpu")
+    for phase, launches in (
+        ("fw", {"all_gather": 4}),
+        ("bw", {"all_gather": 3, "reduce_scatter": 4}),
+    ):
+        assert found["graphs"][phase]["before"]["launches"] == launches
+        assert found["graphs"][phase]["check"]["verdict"] in ("equal", "close")
+    assert "joint" in load_any(tmp_path / "hit").captured.graphs
+
+
 # -- hostile files --------------------------------------------------------------------------------
 
 GOOD = """
@@ -432,16 +482,27 @@ def test_hostile_annotations_are_refused(annotation: str, tmp_path: Path) -> Non
         load_any(path)
 
 
-def test_operators_that_read_files_do_not_run(tmp_path: Path) -> None:
+def test_operators_that_read_files_do_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """aten has some; a graph with one is read, and its result has no size."""
+    ran: list[str] = []
+    real = _propagate._run
+
+    def run_noting(target: Any, arguments: Any, keywords: Any) -> Any:
+        ran.append(str(target))
+        return real(target, arguments, keywords)
+
+    monkeypatch.setattr(_propagate, "_run", run_noting)
     made = tmp_path / "made_by_the_operator"
     call = f"torch.ops.aten.from_file.default({str(made)!r}, True, 16)"
     path = tmp_path / "graph.txt"
     text = GOOD.format(expression=call).replace('y: "f32[8, 8][8, 1]cuda:0"', "y")
-    path.write_text(text)
+    path.write_text(text.replace("        y = ", f"        z = {FINE}\n        y = "))
     loaded = load_any(path)
     assert not made.exists()
-    assert loaded.warnings == ("fw: no sizes for 1 nodes (y)",)
+    assert ran == ["_c10d_functional.all_gather_into_tensor.default"]
+    assert loaded.warnings[0].startswith("fw: no sizes for")
 
 
 def test_a_repro_file_is_not_run(tmp_path: Path, traces: dict[str, Path]) -> None:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,15 @@ def test_custom_operators_become_stubs_elsewhere(tmp_path: Path) -> None:
     (node,) = (n for n in graph.nodes if n.op == "call_function")
     assert is_stub(node.target)
     assert tuple(node.meta["val"].shape) == (2,)
+
+
+def test_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "capture_format.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    graphs = load_captured(tmp_path / "graphs" / "rank0_000.json.gz").graphs
+    assert list(graphs) == ["joint", "fw", "fw_after", "bw", "bw_after"]
 
 
 # -- where and when -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,7 +129,7 @@ def _read_class(node: ast.ClassDef, symbols: Symbols) -> dict[str, Any]:
     inner = {item.name: item for item in node.body if isinstance(item, ast.ClassDef)}
     reader = _GraphReader(symbols)
     for argument in forward.args.args[1:]:
-        reader.placeholder(argument)
+        reader.placeholder(argument.arg, argument.annotation)
     for statement in forward.body:
         reader.statement(statement)
     attributes: dict[str, Any] = {}
@@ -154,30 +154,54 @@ class _GraphReader:
         self._names: dict[str, str] = {}
         self._taken: set[str] = set()
         self._read = Arguments(self._names)
+        self._declared: dict[str, ast.expr] = {}  # annotations without a value
 
-    def placeholder(self, argument: ast.arg) -> None:
-        name = self._new_name(argument.arg)
+    def placeholder(self, text: str, annotation: ast.expr | None) -> None:
+        """Adds an input."""
+        name = self._new_name(text)
         node: dict[str, Any] = {"name": name, "op": "placeholder", "target": name}
-        self._annotate(node, argument.annotation)
+        self._annotate(node, annotation)
         self.nodes.append(node)
+
+    def _flattened_inputs(self, names: Sequence[ast.expr]) -> None:
+        """``a, b, = fx_pytree.tree_flatten_spec([primals, tangents], ...)``: the inputs of a joint graph,
+        which stand in for the arguments."""
+        self.nodes.clear()
+        self._names.clear()
+        self._taken.clear()
+        for item in names:
+            if not isinstance(item, ast.Name):
+                raise cannot_read(item)
+            self.placeholder(item.id, self._declared.get(item.id))
 
     def statement(self, statement: ast.stmt) -> None:
         """Adds the node of a statement; one that only forgets a name has none."""
         if isinstance(statement, ast.Return):
-            value = None if statement.value is None else self._read.read(statement.value)
+            value = self._returned(statement.value)
             node = {"name": self._new_name("output"), "op": "output", "target": "output"}
             self.nodes.append({**node, "args": [value]})
         elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
             self._assign(statement.target, statement.value, statement.annotation)
+        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            self._declared[statement.target.id] = statement.annotation
         elif isinstance(statement, ast.Assign):
             forgets = isinstance(statement.value, ast.Constant) and statement.value.value is None
             if forgets or _is_text(statement.value):
                 return
             if len(statement.targets) != 1:
                 raise cannot_read(statement)
+            target = statement.targets[0]
+            if isinstance(target, ast.Tuple) and _calls(statement.value, _FLATTEN):
+                self._flattened_inputs(target.elts)
+                return
             self._assign(statement.targets[0], statement.value, None)
         elif not (isinstance(statement, ast.Expr) and _is_text(statement.value)):
             raise cannot_read(statement)
+
+    def _returned(self, value: ast.expr | None) -> Any:
+        if isinstance(value, ast.Call) and _calls(value, _UNFLATTEN) and value.args:
+            value = value.args[0]
+        return None if value is None else self._read.read(value)
 
     def _assign(self, target: ast.expr, value: ast.expr, annotation: ast.expr | None) -> None:
         if not isinstance(target, ast.Name):
@@ -240,6 +264,14 @@ class _GraphReader:
         self._taken.add(name)
         self._names[text] = name
         return name
+
+
+#: What torch prints around the inputs and outputs of graphs that take trees of tensors.
+_FLATTEN, _UNFLATTEN = "fx_pytree.tree_flatten_spec", "pytree.tree_unflatten"
+
+
+def _calls(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Call) and dotted(node.func) == name
 
 
 def _is_text(node: ast.expr) -> bool:
