@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -253,3 +254,11 @@ def test_capture_without_graphs_or_with_a_failure(
 def test_capture_of_no_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("capture", tmp_path, "--", "/no/such/program") == 2
     assert "no such program" in capsys.readouterr().err
+
+
+def test_settings_of_the_callers_log_come_back() -> None:
+    """``main`` may be called from a program that logs."""
+    logger = logging.getLogger("torch_patches")
+    before = (list(logger.handlers), logger.level, logger.propagate)
+    assert run("diff", "no.json.gz", "file.json.gz") == 2
+    assert (logger.handlers, logger.level, logger.propagate) == before

@@ -357,7 +357,9 @@ def test_unknown_argument_is_a_type_error() -> None:
 def optimized_with(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     """The options of each graph that ``optimize_graph`` hands to the pipeline."""
     seen: list[Options] = []
-    monkeypatch.setattr(pipeline, "optimize_graph", lambda gm, options: seen.append(options))
+    monkeypatch.setattr(
+        pipeline, "optimize_graph", lambda gm, options, observer: seen.append(options)
+    )
     return seen
 
 

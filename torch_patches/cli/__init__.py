@@ -25,7 +25,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from torch_patches.cli._common import EXIT_USAGE, CommandError, set_up_logging
+from torch_patches.cli._common import EXIT_USAGE, CommandError, logging_to_stderr
 
 __all__ = ["COMMANDS", "main"]
 
@@ -61,7 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser(given).parse_args(given)
     except SystemExit as end:  # argparse has printed help, or its error
         return end.code if isinstance(end.code, int) else EXIT_USAGE
-    set_up_logging(arguments.verbose)
+    with logging_to_stderr(arguments.verbose):
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     try:
         return int(_module(arguments.command).run(arguments))
     except BrokenPipeError:  # as with ``torch-patches ... | head``

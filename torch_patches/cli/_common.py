@@ -103,11 +103,19 @@ def progress(what: str, quiet: bool = False) -> Iterator[None]:
         yield
 
 
-def set_up_logging(verbose: bool) -> None:
-    """Warnings of the passes on stderr; all with ``verbose``."""
+@contextmanager
+def logging_to_stderr(verbose: bool) -> Iterator[None]:
+    """Warnings of the passes on stderr, all with ``verbose``; a caller's own settings come back."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     logger = logging.getLogger("torch_patches")
+    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
     logger.handlers[:] = [handler]
     logger.setLevel(logging.DEBUG if verbose else logging.WARNING)
     logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+        logger.propagate = propagate

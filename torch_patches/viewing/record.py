@@ -22,7 +22,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import (
     Interference,
     RuntimeModel,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import launches_of
 from torch_patches._inductor.fx_passes.comm_overlap.forecast import Forecast
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import op_name
@@ -196,7 +195,7 @@ def _record_run(
     costs = {place[node]: cost for node, cost in found.costs.items() if node in place}
     launches = tuple(
         _record_launch(launch.collective, place, known, launch.ms, launch.host_ms, launch.link)
-        for launch in launches_of(found.skeleton, found.model).all
+        for launch in found.launches.all
     )
     return RunRecord(
         names=tuple(node.name for node in order),

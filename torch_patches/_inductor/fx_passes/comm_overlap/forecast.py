@@ -22,7 +22,12 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.shards import (
     shared_shard_bytes,
     with_shared_costs,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Timeline, simulate
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import (
+    Launches,
+    Timeline,
+    launches_of,
+    simulate,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import PART_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
@@ -44,6 +49,8 @@ class Forecast:
         held: live bytes with all inputs held by the caller.
         timeline: the simulated run.
         sizes: bytes of results, for the next forecast.
+        launches: of its collectives, with their times; a rewrite leaves nothing of the nodes that a
+            user's estimation could be asked about again.
     """
 
     order: tuple[fx.Node, ...]
@@ -54,6 +61,7 @@ class Forecast:
     held: LiveBytes
     timeline: Timeline
     sizes: ResultBytes
+    launches: Launches
 
     @property
     def peak_bytes(self) -> int:
@@ -96,8 +104,9 @@ def forecast(
         graph, parameters, sizes=shards, eager=eager, idle=passed_on, own_sizes=sizes
     )
     order = tuple(graph.nodes)
-    timeline = simulate(order, skeleton, model, costs)
-    return Forecast(order, skeleton, model, costs, live, held, timeline, sizes)
+    launches = launches_of(skeleton, model)
+    timeline = simulate(order, skeleton, model, costs, launches)
+    return Forecast(order, skeleton, model, costs, live, held, timeline, sizes, launches)
 
 
 def joint_peak_bytes(graph: fx.Graph, skeleton: Skeleton, repeated: Set[fx.Node]) -> int:

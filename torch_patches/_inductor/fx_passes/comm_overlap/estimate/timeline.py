@@ -87,15 +87,17 @@ def simulate(
     skeleton: Skeleton,
     model: RuntimeModel,
     costs: Mapping[fx.Node, ComputeCost],
+    launches: Launches | None = None,
 ) -> Timeline:
     """The run of one graph, its nodes in ``order``.
 
     Args:
         skeleton: of the graph.
         costs: of its compute nodes (:meth:`RuntimeModel.node_costs`).
+        launches: of its collectives (:func:`launches_of`), where somebody has them.
     """
     run = Lanes(model)
-    launches = launches_of(skeleton, model)
+    launches = launches_of(skeleton, model) if launches is None else launches
     starts, waits = launches.starts, launches.waits
     for node in order:
         if node in starts:
