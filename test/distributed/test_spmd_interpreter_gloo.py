@@ -54,6 +54,8 @@ def coalesced(op: Any, *rest: Any) -> Build:
 
     def build(call: Any, x: fx.Node) -> Any:
         second = call(aten.mul.Tensor, call(aten.t, x), 3)
+        if not _compat.sends_strided_payloads():
+            second = call(aten.clone, second, memory_format=torch.contiguous_format)
         many = call(op, [call(aten.clone, x), second], *rest)
         return [wait(call, call(operator.getitem, many, i)) for i in (0, 1)]
 
