@@ -38,7 +38,7 @@ MOST_MS = 200
 def browser() -> Iterator[Any]:
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
-        pytest.skip("needs chromium and chromedriver")
+        pytest.fail("make test-browser needs chromium and chromedriver")
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     for argument in ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage"):
