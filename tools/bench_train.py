@@ -10,7 +10,8 @@ implementation compiles its own copy with equal weights and trains it on equal d
     torch           torch's own overlap scheduling and bucketing (its default flags)
     MODE            ours with that bucketing_mode
     MODE+FLAG...    the same with flags of ours on: fuse (both chained fusions), keep
-                    (keep_gathered_parameters, 2 GB), agree (cross_rank_check)
+                    (keep_gathered_parameters, 2 GB), agree (cross_rank_check), or one by name:
+                    auto+max_memory_increase_gb=0.5+calibration_file=h200.json
 
 ``--keep DIR`` keeps a profile of the last steps and the captured graphs of rank 0 there, for
 ``torch-patches report --profile``, and adds the device's compute, communication and exposed milliseconds.
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import time
@@ -93,8 +95,17 @@ def flags_of(implementation: str) -> dict[str, object]:
         return {PREFIX + "enable_overlap_scheduling": True, PREFIX + "collective_bucketing": True}
     flags: dict[str, object] = {"bucketing_mode": mode, "gpus_per_node": GPUS_PER_NODE}
     for name in extra:
-        flags.update(FLAGS[name])
+        flag, given, value = name.partition("=")
+        flags.update({flag: _value_of(value)} if given else FLAGS[name])
     return {PREFIX + name: value for name, value in flags.items()}
+
+
+def _value_of(text: str) -> object:
+    """A number, or what else JSON writes without quotes; any other text as it is."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def parallelise(model: nn.Module, strategy: str, device: str) -> None:
@@ -194,7 +205,7 @@ def _folder_of(options: argparse.Namespace, name: str, implementation: str) -> P
     """Where profile and graphs go; None where nobody wants them, or on another rank."""
     if options.keep is None or dist.get_rank():
         return None
-    folder: Path = options.keep / f"{name}_{implementation.replace('+', '_')}"
+    folder: Path = options.keep / re.sub(r"[^\w.=-]", "_", f"{name}_{implementation}")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -210,8 +221,9 @@ def _profiled(
     synchronize(device)
     looking = nullcontext() if folder is None else torch.profiler.profile()
     with looking as profile:
-        for _ in range(PROFILED_STEPS):
-            step()
+        for number in range(PROFILED_STEPS):
+            with torch.profiler.record_function(f"ProfilerStep#{number}"):
+                step()
         if device.type == "cuda":
             torch.cuda.synchronize()
     if folder is None or profile is None:
