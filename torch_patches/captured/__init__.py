@@ -62,6 +62,8 @@ class Captured:
         group_descriptions: process-group name to what it was made for, such as "mesh_tp".
         fake_mode: the mode of all fake tensors.
         torch_version: the torch that captured.
+        group_backends: process-group name to torch's text for its backends, such as
+            "cpu:gloo,cuda:nccl", where the file tells.
     """
 
     graphs: dict[str, fx.GraphModule]
@@ -70,11 +72,16 @@ class Captured:
     group_descriptions: dict[str, str]
     fake_mode: FakeTensorMode = field(repr=False)
     torch_version: str = torch.__version__
+    group_backends: dict[str, str] = field(default_factory=dict)
 
     def save(self, path: str | Path) -> None:
         """Write the content to another file; unchanged graphs give an equal file."""
         groups = {
-            name: CapturedGroup(ranks, self.group_descriptions.get(name, ""))
+            name: CapturedGroup(
+                ranks,
+                self.group_descriptions.get(name, ""),
+                self.group_backends.get(name, ""),
+            )
             for name, ranks in self.groups.items()
         }
         document = Document(self.info, groups, self.torch_version)
@@ -153,7 +160,9 @@ def registered_groups() -> dict[str, CapturedGroup]:
     world = dist.distributed_c10d._world
     return {
         name: CapturedGroup(
-            tuple(dist.get_process_group_ranks(group)), getattr(group, "group_desc", "")
+            tuple(dist.get_process_group_ranks(group)),
+            getattr(group, "group_desc", ""),
+            str(world.pg_backend_config.get(group, "")),
         )
         for group, name in world.pg_names.items()
     }
@@ -216,9 +225,12 @@ def decode_document(document: dict[str, Any]) -> Captured:
     graphs = {name: decoder.graph(graph) for name, graph in document["graphs"].items()}
     groups: dict[str, tuple[int, ...]] = {}
     descriptions: dict[str, str] = {}
+    backends: dict[str, str] = {}
     for name, group in document["groups"].items():
         groups[name] = tuple(int(rank) for rank in group["ranks"])
         descriptions[name] = str(group["description"])
+        if "backend" in group:
+            backends[name] = str(group["backend"])
     return Captured(
         graphs=graphs,
         info=dict(document["info"]),
@@ -226,4 +238,5 @@ def decode_document(document: dict[str, Any]) -> Captured:
         group_descriptions=descriptions,
         fake_mode=decoder.values.fake_mode,
         torch_version=str(document["torch"]),
+        group_backends=backends,
     )

@@ -22,10 +22,16 @@ MAX_BYTES = 64 * 2**20  # of JSON, after decompression
 
 @dataclass(frozen=True)
 class CapturedGroup:
-    """A process group: its global ranks in group order, and what it was made for."""
+    """A process group: its global ranks in group order, what it was made for, its backends."""
 
     ranks: tuple[int, ...]
     description: str = ""
+    backend: str = ""
+
+    def content(self) -> dict[str, Any]:
+        """As JSON."""
+        told = {"backend": self.backend} if self.backend else {}
+        return {"ranks": list(self.ranks), "description": self.description, **told}
 
 
 class Document:
@@ -65,10 +71,7 @@ class Document:
             "format": FORMAT,
             "torch": self._torch_version,
             "info": self.info,
-            "groups": {
-                name: {"ranks": list(group.ranks), "description": group.description}
-                for name, group in self.groups.items()
-            },
+            "groups": {name: group.content() for name, group in self.groups.items()},
             **({"meshes": meshes} if meshes else {}),
             "symbols": self._encoder.values.symbols.hints,
             "module_stacks": self._encoder.stacks.paths,

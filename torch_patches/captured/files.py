@@ -56,12 +56,16 @@ class Loaded:
         kind: "capture", "repro", "printed" or "trace".
         warnings: sentences on what was guessed.
         compile_ids: of a log, those that can be asked for.
+        used_groups: of the graphs' collectives.
+        unused_groups: given by the caller, and used by no graph.
     """
 
     captured: Captured
     kind: str
     warnings: tuple[str, ...] = ()
     compile_ids: tuple[str, ...] = ()
+    used_groups: tuple[str, ...] = ()
+    unused_groups: tuple[str, ...] = ()
 
 
 def is_capture(path: str | Path) -> bool:
@@ -87,7 +91,8 @@ def load_any(
     Args:
         path: a capture, a repro file, a printed graph, a log of TORCH_TRACE, a folder of such logs, or
             one of tlparse.
-        groups: ranks by name of the group; they replace what the file says.
+        groups: ranks by name of the group; they replace what the file says.  One that no graph uses
+            is in ``unused_groups``: a slip, or what chained collectives shall be fused on.
         sizes: of symbols, by name in the text.
         compile_id: of a log; None for the compile with most collectives.
         rank: of a folder with a log for each rank.
@@ -214,9 +219,6 @@ def _with_ranks(
     """Ranks of all groups: those given, else those of the file, else guessed."""
     captured = loaded.captured
     used = _used_groups(captured)
-    if unknown := sorted(set(given) - set(used) - set(captured.groups)):
-        there = ", ".join(sorted(used)) or "none"
-        raise CaptureFormatError(f"no group {unknown[0]!r} in the graphs; there are: {there}")
     groups = {**captured.groups, **given}
     warnings = list(loaded.warnings)
     for name, size in used.items():
@@ -234,8 +236,13 @@ def _with_ranks(
         warnings.append(
             f"ranks of group {name!r} are not told, 0-{count - 1} are taken (--group {name}=...)"
         )
-    made = dataclasses.replace(captured, groups=groups)
-    return dataclasses.replace(loaded, captured=made, warnings=tuple(warnings))
+    return dataclasses.replace(
+        loaded,
+        captured=dataclasses.replace(captured, groups=groups),
+        warnings=tuple(warnings),
+        used_groups=tuple(used),
+        unused_groups=tuple(sorted(given.keys() - used.keys() - captured.groups.keys())),
+    )
 
 
 def _used_groups(captured: Captured) -> dict[str, int | None]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,10 +38,14 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
     add("--rank", type=int, help="whose log, in a folder with one for each rank")
 
 
-def load(arguments: argparse.Namespace, path: Path) -> Loaded:
+def load(arguments: argparse.Namespace, path: Path, more_groups: bool = False) -> Loaded:
     """The graphs of ``path``; what was guessed is told on stderr.
 
+    Args:
+        more_groups: ``--group`` may name one that no graph uses, for chains to become one on it.
+
     Raises:
+        CommandError: there is no such group.
         CaptureFormatError: it holds no graphs, or is damaged.
         OSError: it cannot be read.
     """
@@ -56,6 +58,11 @@ def load(arguments: argparse.Namespace, path: Path) -> Loaded:
         compile_id=arguments.compile,
         rank=arguments.rank,
     )
+    if loaded.unused_groups and not more_groups:
+        there = ", ".join(sorted(loaded.used_groups)) or "none"
+        raise CommandError(
+            f"--group: no group {loaded.unused_groups[0]!r} in the graphs; there are: {there}"
+        )
     for sentence in loaded.warnings:
         print(f"warning: {path.name}: {sentence}", file=sys.stderr)
     return loaded
@@ -77,23 +84,6 @@ def choose_graphs(loaded: Loaded, asked: str | None) -> list[str]:
     if not chosen:
         raise CommandError("no graph in the file")
     return chosen
-
-
-@contextmanager
-def known_groups(groups: dict[str, tuple[int, ...]]) -> Iterator[None]:
-    """Process groups with these ranks exist, on torch's fake backend.
-
-    Raises:
-        CommandError: no rank is in all of them.
-    """
-    from torch_patches.testing.torch_scheduler import process_groups
-
-    shared = set.intersection(*map(set, groups.values())) if groups else {0}
-    if not shared:
-        names = ", ".join(sorted(groups))
-        raise CommandError(f"no rank is in all of the groups {names} (--group)")
-    with process_groups(groups):
-        yield
 
 
 def _group(text: str) -> GroupRanks:
@@ -152,6 +142,8 @@ def read_flags(arguments: argparse.Namespace) -> dict[str, Any]:
 def _value(text: str) -> Any:
     import ast
 
+    if text in ("true", "false"):  # as in every other tool; no flag has these as texts
+        return text == "true"
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):

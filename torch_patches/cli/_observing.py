@@ -10,11 +10,11 @@ from torch_patches.cli._inputs import (
     add_flag_options,
     add_input_options,
     choose_graphs,
-    known_groups,
     load,
     options_of,
     read_flags,
 )
+from torch_patches.cli._process_groups import as_compiled
 
 if TYPE_CHECKING:
     from torch_patches._inductor.fx_passes.comm_overlap.report import Report
@@ -38,13 +38,16 @@ def observed_reports(arguments: argparse.Namespace, command: str) -> dict[str, R
     from torch_patches.viewing.record import observe
 
     options = options_of(read_flags(arguments), command)
-    loaded = load(arguments, arguments.file)
+    loaded = load(arguments, arguments.file, more_groups=options.fuses)
     reports: dict[str, Report] = {}
-    with known_groups(loaded.captured.groups), replaying.judged(arguments.as_on_gpu):
+    with (
+        as_compiled(loaded.captured, options) as (captured, options),
+        replaying.judged(arguments.as_on_gpu),
+    ):
         for name in choose_graphs(loaded, arguments.graph):
             with progress(f"planning {name}", arguments.json):
-                module = replaying.copy_of(loaded.captured.graphs[name])
-                report = replaying.plan(module, loaded.captured, options, observe)
+                module = replaying.copy_of(captured.graphs[name])
+                report = replaying.plan(module, captured, options, observe)
             if report.story is not None or report.failure is not None:
                 reports[name] = report
     if not reports:

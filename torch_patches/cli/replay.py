@@ -21,11 +21,11 @@ from torch_patches.cli._inputs import (
     add_flag_options,
     add_input_options,
     choose_graphs,
-    known_groups,
     load,
     options_of,
     read_flags,
 )
+from torch_patches.cli._process_groups import as_compiled
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,11 +67,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     options = options_of(read_flags(arguments), "replay")
-    loaded = load(arguments, arguments.file)
+    loaded = load(arguments, arguments.file, more_groups=options.fuses)
     names = choose_graphs(loaded, arguments.graph)
     shown: dict[str, Any] = {}
     changed: dict[str, Any] = {}
-    with known_groups(loaded.captured.groups):
+    with as_compiled(loaded.captured, options) as (captured, options):
+        loaded = dataclasses.replace(loaded, captured=captured)
         out = None if arguments.json else console()  # what is missing is told before the work
         for name in names:
             with progress(f"planning {name}", arguments.json):
@@ -188,6 +189,9 @@ def _facts(graph: dict[str, Any]) -> list[str]:
             f"{report['mode']}: {len(report['buckets'])} buckets of {members} collectives, "
             f"{report['moved']} nodes moved{way}, schedule {report['schedule_hash'] or 'unchanged'}"
         ]
+    if report["fusions"]:
+        saved = report["saved_launches"]
+        lines.append(f"  chains as one: {len(report['fusions'])}, {saved} launches fewer")
     reasons: dict[str, int] = {}
     for refusal in report["refusals"]:
         reasons[refusal["reason"]] = reasons.get(refusal["reason"], 0) + 1
