@@ -90,7 +90,7 @@ def test_explain_tells_a_story(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert text.startswith(f"fw: {name}: all_gather of") and "before: runs from" in text
     assert main([*given, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["fw"]
+    (told,) = json.loads(capsys.readouterr().out)["fw"]
     assert told["launch"]["kind"] == "all_gather" and told["before"]["launch"]["start"] == name
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from torch_patches import optimize_graph
 from torch_patches._inductor.fx_passes.comm_overlap.plan import RefusalReason
-from torch_patches._inductor.fx_passes.comm_overlap.report import Report
+from torch_patches._inductor.fx_passes.comm_overlap.report import FusionReport, Report
 from torch_patches.captured import load_captured
 from torch_patches.viewing.node_story import NodeStory, NoSuchCollectiveError, tell
 
@@ -24,6 +24,11 @@ def report(as_on_gpu: None) -> Report:
 
 
 def story(report: Report, name: str) -> NodeStory:
+    (found,) = stories(report, name)
+    return found
+
+
+def stories(report: Report, name: str) -> tuple[NodeStory, ...]:
     record: Any = report.story
     return tell(report, record, name)
 
@@ -88,13 +93,37 @@ def test_a_parameter_is_a_name_too(report: Report) -> None:
     found = story(named, "layers.0.wq.weight")
     assert found.name == first
     assert "carries a parameter (layers.0.wq.weight): Dynamo's names" in "\n".join(found.lines())
-    with pytest.raises(NoSuchCollectiveError, match="tied has 2"):
-        story(named, "tied")
+
+
+def test_a_parameter_has_a_story_for_each_collective(report: Report) -> None:
+    """In the order of the graph: gathered in the forward, gathered again, reduced."""
+    named = with_parameters(report, ["tied", "layers.0.wq.weight", "tied", "tied"])
+    record: Any = named.story
+    launches = record.before.launches
+    assert [x.name for x in stories(named, "tied")] == [launches[i].start for i in (0, 2, 3)]
+    assert [x.name for x in stories(named, launches[2].start)] == [launches[2].start]
+
+
+def test_a_chain_is_followed_into_its_one_collective(report: Report) -> None:
+    """Fused chains keep the name of their last one; that is what goes into a bucket."""
+    bucket = report.buckets[2]
+    record: Any = report.story
+    first = record.before.launches[0].start
+    chain = FusionReport("all_gather", "0", 8, (first, bucket.members[1]), 64)
+    fused = replace(report, fusions=(chain,))
+    found = story(fused, first)
+    assert found.fusion == chain and found.bucket == bucket
+    assert found.after is not None and found.after.launch.bucket == 2
+    text = "\n".join(found.lines())
+    assert f"all_gather of 8 ranks on group 0 instead of {first}, {bucket.members[1]}" in text
+    assert "is merged into bucket" in text
 
 
 def test_unknown_names_get_near_ones(report: Report) -> None:
     with pytest.raises(NoSuchCollectiveError, match="reduce_scatter_tensor_1"):
         story(report, "reduce_scater_tensor_1")
+    with pytest.raises(NoSuchCollectiveError, match=r"layers\.0\.wq\.weight"):
+        stories(with_parameters(report, ["layers.0.wq.weight"]), "layers.0.wq.wieght")
     record: Any = report.story
     mm = next(n for n, op in zip(record.before.names, record.before.ops, strict=True) if op == "mm")
     with pytest.raises(NoSuchCollectiveError, match="is no collective"):

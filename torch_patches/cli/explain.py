@@ -1,4 +1,4 @@
-"""``torch-patches explain``: the story of one collective."""
+"""``torch-patches explain``: the story of one collective, or of all of one parameter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Tells of one collective what it carries and who says so, which bucket it is in o
 it runs, what hides it, and what would have to change.
 
 NODE is the name of its start or of its wait, in the graph as it was given or in the result (a
-bucket), or the name of the parameter that it gathers or reduces.
+bucket), or the name of a parameter: then all that gather or reduce it are told of, in the order of the
+graph, of each graph that has some (--graph takes one).
 """
 _EXAMPLE = """
 torch-patches explain graphs/rank0_000.json.gz all_gather_into_tensor_3
@@ -38,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     from torch_patches.viewing.node_story import NoSuchCollectiveError, tell
 
-    stories: dict[str, NodeStory] = {}
+    stories: dict[str, tuple[NodeStory, ...]] = {}
     problems: list[str] = []
     for name, report in observed_reports(arguments, "explain").items():
         if report.failure is not None:
@@ -52,8 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not stories:
         raise CommandError("; ".join(problems))
     if arguments.json:
-        print_json({name: dataclasses.asdict(story) for name, story in stories.items()})
+        print_json({name: [*map(dataclasses.asdict, told)] for name, told in stories.items()})
         return EXIT_OK
-    for name, story in stories.items():
-        print(f"{name}: " + "\n".join(story.lines()))
+    for name, told in stories.items():
+        for one in told:
+            print(f"{name}: " + "\n".join(one.lines()))
     return EXIT_OK

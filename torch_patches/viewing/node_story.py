@@ -1,6 +1,6 @@
-"""The story of one collective: ``tell(report, record, name) -> NodeStory``.
+"""The stories of collectives: ``tell(report, record, name) -> (NodeStory, ...)``.
 
-What it is, what it carries and who says so; the bucket it went into, or why it went into none; when
+A node's name has one; a parameter's has one for each collective that gathers or reduces it.  What it is, what it carries and who says so; the bucket it went into, or why it went into none; when
 it runs and what hides it; what would have to change.
 """
 
@@ -11,7 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Refusal, RefusalReason, TagSource
-from torch_patches._inductor.fx_passes.comm_overlap.report import BucketReport, Report
+from torch_patches._inductor.fx_passes.comm_overlap.report import (
+    BucketReport,
+    FusionReport,
+    Report,
+)
 from torch_patches.viewing.picture import Flight
 from torch_patches.viewing.record import LaunchRecord, StoryRecord
 from torch_patches.viewing.text import mib, ms
@@ -60,6 +64,7 @@ class NodeStory:
         name: of its start.
         launch: what it is.
         bucket: what it is merged into, or is; None where it is no part of one.
+        fusion: the chain that became one collective with it, before anything was merged.
         refusals: why it is in none.
         before, after: its flight in each run; None where it is not launched there.
         what_would_have_to_change: sentences; empty where all is well.
@@ -72,14 +77,16 @@ class NodeStory:
     before: Flight | None
     after: Flight | None
     what_would_have_to_change: tuple[str, ...]
+    fusion: FusionReport | None = None
 
     def lines(self) -> list[str]:
         """For people."""
         return [*_what(self), *_merged(self), *_when(self), *_changes(self)]
 
 
-def tell(report: Report, record: StoryRecord, name: str) -> NodeStory:
-    """The story of the collective that ``name`` starts, waits for, or gathers or reduces (a parameter).
+def tell(report: Report, record: StoryRecord, name: str) -> tuple[NodeStory, ...]:
+    """The stories of what ``name`` starts or waits for, or of all that gathers or reduces the
+    parameter of this name, in the order of the graph.
 
     Raises:
         NoSuchCollectiveError: there is none.
@@ -87,12 +94,20 @@ def tell(report: Report, record: StoryRecord, name: str) -> NodeStory:
     picture = record.picture
     before = {flight.launch.start: flight for flight in picture.before.flights}
     after = {flight.launch.start: flight for flight in picture.after.flights}
-    start = _start_of(record, name, [*before, *after])
-    was, launched = before.get(start), after.get(start)
-    number, bucket = _bucket_of(report, start, launched)
+    starts = _starts_of(record, name, [*before, *after])
+    return tuple(_story(report, start, before, after) for start in starts)
+
+
+def _story(
+    report: Report, start: str, before: Mapping[str, Flight], after: Mapping[str, Flight]
+) -> NodeStory:
+    fusion = next((fusion for fusion in report.fusions if start in fusion.members), None)
+    stays = start if fusion is None else fusion.members[-1]  # a chain's last one is what is left
+    was, launched = before.get(start), after.get(stays)
+    number, bucket = _bucket_of(report, stays, launched)
     if launched is None and number is not None:
         launched = next(f for f in after.values() if f.launch.bucket == number)
-    refusals = tuple(r for r in report.refusals if start in r.members)
+    refusals = tuple(r for r in report.refusals if {start, stays} & set(r.members))
     found = was or launched
     assert found is not None
     changes = [
@@ -103,7 +118,7 @@ def tell(report: Report, record: StoryRecord, name: str) -> NodeStory:
     if launched is not None and launched.exposure is not None:
         changes.append(launched.exposure.reason.advice)
     return NodeStory(
-        start, found.launch, bucket, refusals, was, launched, tuple(dict.fromkeys(changes))
+        start, found.launch, bucket, refusals, was, launched, tuple(dict.fromkeys(changes)), fusion
     )
 
 
@@ -116,22 +131,21 @@ def _bucket_of(
     return number, None if number is None else report.buckets[number]
 
 
-def _start_of(record: StoryRecord, name: str, starts: Sequence[str]) -> str:
+def _starts_of(record: StoryRecord, name: str, starts: Sequence[str]) -> list[str]:
     if name in starts:
-        return name
+        return [name]
     for run in (record.before, record.after):
         for launch in run.launches:
             if name in (run.names[wait] for wait in launch.waits):
-                return launch.start
-    of_parameter = [x.start for x in record.before.launches if name and x.parameter == name]
-    if len(of_parameter) == 1:
-        return of_parameter[0]
-    if of_parameter:
-        raise NoSuchCollectiveError(f"{name} has {len(of_parameter)}: {', '.join(of_parameter)}")
+                return [launch.start]
+    parameters = {launch.start: launch.parameter for launch in record.before.launches}
+    if name and name in parameters.values():
+        return [start for start, parameter in parameters.items() if parameter == name]
     if name in record.before.names:
         raise NoSuchCollectiveError(f"{name} is no collective and waits for none")
-    near = difflib.get_close_matches(name, starts, n=3, cutoff=0.5) or list(starts[:3])
-    raise NoSuchCollectiveError(f"no node {name}; collectives are {', '.join(near)}, ...")
+    known = list(dict.fromkeys([*starts, *filter(None, parameters.values())]))
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or known[:3]
+    raise NoSuchCollectiveError(f"no node {name}; there are {', '.join(near)}, ...")
 
 
 # -- text -----------------------------------------------------------------------------------------
@@ -154,7 +168,12 @@ def _what(story: NodeStory) -> Iterator[str]:
 
 
 def _merged(story: NodeStory) -> Iterator[str]:
-    bucket = story.bucket
+    bucket, fusion = story.bucket, story.fusion
+    if fusion is not None:
+        yield (
+            f"  is one with {len(fusion.members) - 1} chained to it: {fusion.kind} of "
+            f"{fusion.group_size} ranks on group {fusion.group} instead of {', '.join(fusion.members)}"
+        )
     if bucket is not None:
         label = f" {bucket.label}" if bucket.label else ""
         is_it = "is" if story.before is None else "is merged into"

@@ -7,9 +7,19 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from torch_patches._inductor.fx_passes.comm_overlap.explain import explain
+from torch_patches._inductor.fx_passes.comm_overlap.explain import (
+    explain_buckets,
+    explain_fusions,
+    explain_module_plan,
+    explain_refusals,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.fusing import FusionReport
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CloseReason, Refusal
+from torch_patches._inductor.fx_passes.comm_overlap.report_parts import (
+    BucketReport,
+    GroupReport,
+    SpanReport,
+)
 
 __all__ = [
     "BucketReport",
@@ -34,56 +44,6 @@ class Story(Protocol):
 
     def write_html(self, report: Report, path: str | Path) -> None:
         """One page for people."""
-
-
-@dataclass(frozen=True)
-class GroupReport:
-    """Collectives of one kind on one process group."""
-
-    kind: str
-    group: str
-    count: int
-    size_bytes: int
-    bytes_by_dtype: dict[str, int]
-
-
-@dataclass(frozen=True)
-class SpanReport:
-    """One collective of the result, as the timeline expects it to run.
-
-    Args:
-        start: name of its start.
-        start_ms, end_ms: on its group's stream.
-        exposed_ms: how long compute stands still for it.
-        hidden_ms: how long compute runs meanwhile.
-        hidden_by: names of that compute, the longest first, eight at most.
-    """
-
-    start: str
-    kind: str
-    group: str
-    start_ms: float
-    end_ms: float
-    exposed_ms: float
-    hidden_ms: float
-    hidden_by: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class BucketReport:
-    """One bucket: what it is, what is in it, how far its members stood apart, why it closed; and the
-    name of the module bucket, where modules decide."""
-
-    kind: str
-    group: str
-    dtype: str
-    reduce_op: str | None
-    form: str
-    members: tuple[str, ...]
-    size_bytes: int
-    span: int
-    close_reason: str
-    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -191,7 +151,21 @@ class Report:
 
     def explain(self) -> str:
         """What was done in some lines for people; module buckets with a plan to paste."""
-        return explain(self)
+        return "\n".join(
+            [
+                self.summary(),
+                *explain_fusions(self.fusions),
+                *self.explain_module_plan(),
+                *explain_buckets(self.buckets),
+                *explain_refusals(self.refusals),
+            ]
+        )
+
+    def explain_module_plan(self) -> list[str]:
+        """Which blocks were found, and the plan as Python, to paste; empty in other modes."""
+        if not self.module_plan:
+            return []
+        return explain_module_plan(self.modules_found, self.module_plan, self.uncovered)
 
     def to_json(self) -> str:
         """The whole report as JSON, without the story; refusal reasons as their sentences."""

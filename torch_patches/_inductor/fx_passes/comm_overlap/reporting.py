@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import CollectiveSpan
-from torch_patches._inductor.fx_passes.comm_overlap.explain import describe_module_plan
 from torch_patches._inductor.fx_passes.comm_overlap.forecast import Forecast
 from torch_patches._inductor.fx_passes.comm_overlap.fusing import Fused
 from torch_patches._inductor.fx_passes.comm_overlap.graph.metrics import (
@@ -288,7 +287,7 @@ def emit_report(report: Report) -> None:
 
     log.info("%s", report.summary(), extra={"report": report})
     if report.module_plan:
-        log.info("%s", "\n".join(describe_module_plan(report)))
+        log.info("%s", "\n".join(report.explain_module_plan()))
     counts = counters["inductor"]
     counts["comm_overlap_fused_chains"] += len(report.fusions)
     counts["comm_overlap_saved_launches"] += report.saved_launches
