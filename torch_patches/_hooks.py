@@ -218,10 +218,15 @@ def _names(model: Any) -> Iterator[str]:
 
 
 def inputs_digest(recorded: Sequence[RecordedInput], reads_names: bool = False) -> str:
-    """Digest of what tags take from the inputs to decide: their kinds, in order; and the names and
-    the order of registration where those decide."""
+    """Digest of what tags take from the inputs to decide: their kinds and where their gradients are,
+    in order; and the names and the order of registration where those decide."""
     facts = [
-        (record.kind.value, record.name, record.index) if reads_names else record.kind.value
+        (
+            record.kind.value,
+            record.gradient_outputs,
+            record.gradient_inputs,
+            *((record.name, record.index) if reads_names else ()),
+        )
         for record in recorded
     ]
     return hashlib.sha256(repr(facts).encode()).hexdigest()

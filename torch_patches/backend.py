@@ -46,6 +46,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+import torch.utils._pytree as pytree
 from functorch.compile import default_partition, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
@@ -199,10 +200,9 @@ def _repeat_whole_chains(joint: fx.Graph) -> None:
 
 
 def _record_inputs(model: Any, example_inputs: Sequence[Any]) -> tuple[RecordedInput, ...]:
-    if any(isinstance(value, (list, tuple, dict)) for value in example_inputs):
-        # torch flattens such inputs, after which AOTAutograd's indices are not those of ``model``.
-        return ()
-    return pipeline.record_inputs_of(model)
+    """Empty where records are not of the inputs as AOTAutograd counts them, which is flat."""
+    recorded = pipeline.record_inputs_of(model)
+    return recorded if len(recorded) == len(pytree.tree_leaves(list(example_inputs))) else ()
 
 
 def _require_supported_torch() -> None:

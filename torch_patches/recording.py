@@ -235,7 +235,7 @@ def _info(pipeline: str, model: object, options: Options) -> dict[str, Any]:
         "rank": rank,
         "world_size": world_size,
         "options": _plain_options(options),
-        "inputs": _input_names(model),
+        **_inputs(model),
     }
 
 
@@ -261,13 +261,14 @@ def _plain_options(options: Options) -> dict[str, Any]:
     return plain
 
 
-def _input_names(model: object) -> list[str]:
-    """Where the inputs of the graph that Dynamo made come from, by the index of AOT descriptors."""
+def _inputs(model: object) -> dict[str, Any]:
+    """Where the inputs of the graph that Dynamo made come from, by the index of AOT descriptors; and
+    the gradients that compiled autograd's graph accumulates."""
     if not isinstance(model, fx.GraphModule):
-        return []
-    sources = [
-        getattr(node, "_dynamo_source", None) for node in model.graph.find_nodes(op="placeholder")
-    ]
-    if all(source is None for source in sources):
-        return []
-    return ["" if source is None else str(source.name) for source in sources]
+        return {"inputs": []}
+    from torch_patches._inductor.fx_passes.comm_overlap.graph import accumulated
+
+    names = [given.name for given in accumulated.flat_inputs(model.graph)]
+    gradients = accumulated.find_accumulated(model.graph) if names else []
+    told = {"accumulated": [dataclasses.asdict(gradient) for gradient in gradients]}
+    return {"inputs": names, **(told if gradients else {})}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +21,14 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import (
     make_model,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import simulate
+from torch_patches._inductor.fx_passes.comm_overlap.graph.accumulated import Accumulated
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.dynamo_inputs import recorded_from_names
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
+from torch_patches._inductor.fx_passes.comm_overlap.plan import RecordedInput
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 from torch_patches._inductor.fx_passes.comm_overlap.reporting import Observer
-from torch_patches.captured import Captured
+from torch_patches.captured import Captured, CaptureFormatError
 from torch_patches.testing import torch_scheduler
 from torch_patches.testing.backends import as_on_gpu
 from torch_patches.testing.spmd_interpreter import (
@@ -98,13 +101,33 @@ def plan(
     module: fx.GraphModule, captured: Captured, options: Options, observer: Observer | None = None
 ) -> Report:
     """Runs our passes, in place.  The groups must exist."""
-    inputs = captured.info.get("inputs")
-    names = [str(name) for name in inputs] if isinstance(inputs, list) else []
     report = pipeline.run_post_grad(
-        module.graph, options, recorded_from_names(names), estimated=True, observer=observer
+        module.graph, options, _recorded(captured), estimated=True, observer=observer
     )
     module.recompile()
     return report if report is not None else Report(options.bucketing_mode)
+
+
+def _recorded(captured: Captured) -> tuple[RecordedInput, ...]:
+    """What Dynamo knew of the inputs when the file was made.
+
+    Raises:
+        CaptureFormatError: what the file tells of gradients does not fit its inputs.
+    """
+    inputs, accumulated = captured.info.get("inputs"), captured.info.get("accumulated", [])
+    names = [str(name) for name in inputs] if isinstance(inputs, list) else []
+    try:
+        gradients = [
+            Accumulated(
+                operator.index(told["parameter"]),
+                None if told["before"] is None else operator.index(told["before"]),
+                tuple(map(operator.index, told["outputs"])),
+            )
+            for told in accumulated
+        ]
+        return recorded_from_names(names, gradients)
+    except (TypeError, LookupError) as error:
+        raise CaptureFormatError(f"info.accumulated: malformed ({error!r:.100})") from error
 
 
 def plan_as_torch(module: fx.GraphModule, options: Options) -> fx.GraphModule:

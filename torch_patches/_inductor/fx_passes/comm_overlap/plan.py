@@ -198,11 +198,17 @@ class RecordedInput:
         name: fully qualified, empty for other inputs.
         index: parameters: place in the order of registration.  Name and index come from this rank's
             Python objects; they decide in the modes of modules only.
+        gradient_outputs: of compiled autograd's graph: places of the outputs that are the gradient
+            of this input.
+        gradient_inputs: of that graph: places of the inputs that hold the gradient so far, and are
+            written over.
     """
 
     kind: InputKind
     name: str = ""
     index: int | None = None
+    gradient_outputs: tuple[int, ...] = ()
+    gradient_inputs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

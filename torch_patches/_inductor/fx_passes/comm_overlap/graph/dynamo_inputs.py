@@ -9,6 +9,9 @@ The kind of an input depends on Dynamo's graph alone, so it is the same on all r
 order of registration come from the module that the compiled frame holds (names are relative to it),
 so they decide only where buckets are modules, and are for people elsewhere; where no module is found,
 the index is the order of Dynamo's inputs.
+
+Compiled autograd's graph takes a list of all tensors and returns gradients as ordinary outputs.  Its
+``AccumulateGrad`` nodes tell of which of these tensors (``graph/accumulated.py``).
 """
 
 from __future__ import annotations
@@ -21,6 +24,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.graph.accumulated import (
+    Accumulated,
+    find_accumulated,
+    flat_inputs,
+    with_gradients,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.plan import InputKind, RecordedInput
 
 _PARAMETERS, _BUFFERS = "_parameters", "_buffers"
@@ -59,26 +68,37 @@ def record_inputs(
     """
     if not isinstance(model, fx.GraphModule):
         return ()
-    placeholders = model.graph.find_nodes(op="placeholder")
-    sources = [getattr(node, "_dynamo_source", None) for node in placeholders]
-    if all(source is None for source in sources):
+    inputs = flat_inputs(model.graph)
+    if not inputs:
         return ()
     scopes = _frame_scopes() if scopes is None else scopes
-    names = ["" if source is None else str(source.name) for source in sources]
-    values = [node.meta.get("example_value") for node in placeholders]
+    names, values = [given.name for given in inputs], [given.value for given in inputs]
     kinds = [_kind(name, value) for name, value in zip(names, values, strict=True)]
+    accumulated = find_accumulated(model.graph)
+    for gradient in accumulated:
+        kinds[gradient.parameter] = InputKind.PARAMETER
     known = any(kind in (InputKind.PARAMETER, InputKind.BUFFER) for kind in kinds)
     if not known:
         kinds = [
             InputKind.UNKNOWN if _is_trained(value) else kind
             for kind, value in zip(kinds, values, strict=True)
         ]
-    return _record(names, kinds, scopes)
+    return with_gradients(_record(names, kinds, scopes), accumulated)
 
 
-def recorded_from_names(names: Sequence[str]) -> tuple[RecordedInput, ...]:
-    """The same from the names of Dynamo's sources alone, as captured files keep them."""
-    return _record(names, [_kind(name, None) for name in names], {})
+def recorded_from_names(
+    names: Sequence[str], accumulated: Sequence[Accumulated] = ()
+) -> tuple[RecordedInput, ...]:
+    """The same from the names of Dynamo's sources alone, as captured files keep them, and from the
+    gradients that compiled autograd's graph accumulates.
+
+    Raises:
+        IndexError: a gradient is of an input that has no name here.
+    """
+    kinds = [_kind(name, None) for name in names]
+    for gradient in accumulated:
+        kinds[gradient.parameter] = InputKind.PARAMETER
+    return with_gradients(_record(names, kinds, {}), accumulated)
 
 
 def _kind(name: str, value: object) -> InputKind:

@@ -5,7 +5,8 @@ subclass), the output node's says which input each output is the gradient of.  U
 carry parameter names; under ``torch.compile`` only an index, which records of Dynamo's inputs
 resolve.  A graph without descriptors gives no facts.
 
-Two kinds of training step have no names to give, so structure decides for them: functions of plain
+Compiled autograd's graph returns gradients as ordinary outputs, or writes them over inputs; records
+tell which.  Two kinds of training step have no names to give, so structure decides for them: functions of plain
 tensors outside of any module, and graphs that compute gradients inside and return them as ordinary
 outputs.
 """
@@ -79,6 +80,7 @@ def read_facts(graph: fx.Graph, recorded: Sequence[RecordedInput] = ()) -> Facts
         for place, base in enumerate(map(_base, output_descriptors))
         if isinstance(base, aot.GradAOTOutput)
     }
+    trained |= _accumulated(output_descriptors, recorded)
     # A partitioned graph may return the gradient of a parameter that is not among its inputs.
     reader = _Reader(recorded, [*described.values(), *trained.values()])
     # Beside described inputs, one without a descriptor is what the forward saved.
@@ -88,6 +90,25 @@ def read_facts(graph: fx.Graph, recorded: Sequence[RecordedInput] = ()) -> Facts
     if not gradients:
         gradients = _unnamed_gradients(outputs, reader.source)
     return Facts(inputs, gradients, outputs, reader.source)
+
+
+def _accumulated(
+    descriptors: Sequence[object], recorded: Sequence[RecordedInput]
+) -> dict[int, aot.PlainAOTInput]:
+    """Outputs of compiled autograd's graph that are gradients -> the input they are of."""
+    of_output = {i: place for place, r in enumerate(recorded) for i in r.gradient_outputs}
+    of_input = {i: place for place, r in enumerate(recorded) for i in r.gradient_inputs}
+    found: dict[int, aot.PlainAOTInput] = {}
+    for number, base in enumerate(map(_base, descriptors) if of_output else ()):
+        place = None
+        if isinstance(base, aot.PlainAOTOutput):
+            place = of_output.get(base.idx)
+        elif isinstance(base, aot.InputMutationAOTOutput):
+            written = _base(base.mutated_input)
+            place = of_input.get(written.idx) if isinstance(written, aot.PlainAOTInput) else None
+        if place is not None:
+            found[number] = aot.PlainAOTInput(place)
+    return found
 
 
 def _unnamed_gradients(outputs: Sequence[object], source: TagSource) -> dict[int, Fact]:

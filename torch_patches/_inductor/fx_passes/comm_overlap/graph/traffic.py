@@ -27,6 +27,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind, Traffic
 
+_OVERWRITES = frozenset({"copy", "copy_"})
+
 
 def passes_through(node: fx.Node) -> bool:
     """Rearranges or casts what it is given, or communicates it; computes nothing."""
@@ -65,9 +67,18 @@ def _is_constant(node: fx.Node) -> bool:
     return True
 
 
+def is_overwritten(node: fx.Node, user: fx.Node) -> bool:
+    """``user`` writes another tensor's values over all of ``node`` and reads none of its own."""
+    traits = traits_of(user.target)
+    if traits.namespace != "aten" or traits.name not in _OVERWRITES or len(user.args) < 2:
+        return False
+    return user.args[0] is node and user.args[1] is not node
+
+
 def finishes_gradient(node: fx.Node) -> bool:
     """May stand between a gradient's reduction and the output: also scaling by a number or an
-    input, and adding another gradient (accumulation, a tied parameter)."""
+    input, adding another gradient (accumulation, a tied parameter), and writing it over what it was
+    made from, as DDP's reducer does."""
     if passes_through(node):
         return True
     traits = traits_of(node.target)
@@ -75,7 +86,7 @@ def finishes_gradient(node: fx.Node) -> bool:
     if name in ("mul", "div"):
         inputs = node.all_input_nodes
         return len(inputs) == 1 or any(viewed_node(n).op == "placeholder" for n in inputs)
-    return name == "add"
+    return name == "add" or name in _OVERWRITES
 
 
 def _places_in_output(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -140,9 +151,9 @@ class TrafficFinder:
         others have."""
         readers = []
         for user in node.users:
-            if user in finishing:
+            if user in finishing and not is_overwritten(node, user):
                 readers.append(user)
-            elif not reads_only_shape(user):  # true of most nodes
+            elif not (reads_only_shape(user) or is_overwritten(node, user)):  # true of most nodes
                 return []
         if not readers and self._terminal.issuperset(node.users):
             return list(node.users)

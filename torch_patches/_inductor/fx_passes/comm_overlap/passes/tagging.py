@@ -38,6 +38,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK, tag_of
 from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import (
     finishes_gradient,
+    is_overwritten,
     passes_through,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
@@ -251,7 +252,7 @@ def _gradient(
             return None
         found = found or fact
     for user in node.users:
-        if user.op == "output" or reads_only_shape(user):
+        if user.op == "output" or reads_only_shape(user) or is_overwritten(node, user):
             continue
         fact = gradients.get(user)
         if fact is None or not _finishes(user, node, origins):
