@@ -31,8 +31,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from torch_patches import _compat, config, recording
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import measured_estimators
+from torch_patches._inductor.fx_passes.comm_overlap.notices import (
+    RANK_LOCAL_ERRORS,
+    raise_if_strict,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.plan import RecordedInput
+from torch_patches._inductor.fx_passes.comm_overlap.sources import unshared_digest
 from torch_patches.viewing import observer_of_compile
 
 logger = logging.getLogger(__name__)
@@ -233,7 +238,18 @@ def inputs_digest(recorded: Sequence[RecordedInput], reads_names: bool = False) 
 
 
 def metadata_digest(model: Any, options: Options, recorded: Sequence[RecordedInput] = ()) -> str:
-    """Digest of the facts beside the graph's code that decide a plan."""
+    """Digest of the facts beside the graph's code that decide a plan; one that no other compile has
+    where the model cannot be read."""
+    try:
+        return _digest_of_facts(model, options, recorded)
+    except RANK_LOCAL_ERRORS:
+        raise
+    except Exception as error:
+        raise_if_strict(error)
+        return unshared_digest()
+
+
+def _digest_of_facts(model: Any, options: Options, recorded: Sequence[RecordedInput]) -> str:
     digest = hashlib.sha256(repr(_process_group_sizes()).encode())
     digest.update(inputs_digest(recorded, options.reads_modules).encode())
     if options.groups is not None:

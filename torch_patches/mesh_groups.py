@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,17 @@ from torch_patches import _compat
 from torch_patches._inductor.fx_passes.comm_overlap.graph.chains import find_chains
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import GroupTable, KnownMesh
+from torch_patches._inductor.fx_passes.comm_overlap.notices import (
+    RANK_LOCAL_ERRORS,
+    raise_if_strict,
+    warn_unfused,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,19 @@ def known_groups(model: object) -> GroupTable:
     if not dist.is_available() or not dist.is_initialized():
         return GroupTable()
     with unset_fake_temporarily(), _disable_current_modes():
-        return GroupTable.registered(list(map(_known, _meshes_of(model))))
+        return GroupTable.registered(list(map(_known, _read(_meshes_of, model))))
+
+
+def _read(what: Callable[[Any], Iterable[T]], model: object) -> list[T]:
+    """Of a model's graph; nothing, with one warning, where it cannot be read."""
+    try:
+        return list(what(model))
+    except RANK_LOCAL_ERRORS:
+        raise
+    except Exception as error:
+        raise_if_strict(error)
+        warn_unfused(f"{type(error).__name__}: {error}")
+        return []
 
 
 def _known(mesh: DeviceMesh) -> KnownMesh:
@@ -99,7 +118,7 @@ def create_groups(model: object, options: Options) -> list[str]:
     ):
         return []
     with unset_fake_temporarily(), _disable_current_modes():
-        wanted = dict.fromkeys((*_of_dtensors(model), *_of_chains(model)))
+        wanted = dict.fromkeys([*_read(_of_dtensors, model), *_read(_of_chains, model)])
         made = [_create(one) for one in wanted]
     return [name for name in made if name is not None]
 

@@ -13,6 +13,10 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.modules import (
     clean_parameter_name,
     read_model_modules,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.notices import (
+    RANK_LOCAL_ERRORS,
+    raise_if_strict,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.options import (
     DEFAULT_MEMORY_INCREASE,
     DEFAULT_MODULE_MEMORY_INCREASE,
@@ -42,8 +46,15 @@ def check_module_names(
     named = [r.name for r in recorded if r.kind is InputKind.PARAMETER and r.name]
     if not named or not isinstance(model, fx.GraphModule):
         return replace(options, module_plan_unmatched="warn")  # a part of the names, at best
-    parameters = [clean_parameter_name(name) for name in named]
-    modules = read_model_modules(model.graph)
+    try:
+        parameters = [clean_parameter_name(name) for name in named]
+        modules = read_model_modules(model.graph)
+    except RANK_LOCAL_ERRORS:
+        raise
+    except Exception as error:
+        raise_if_strict(error)
+        warn_of_plan(f"the names of the model could not be read ({type(error).__name__}: {error})")
+        return replace(options, module_plan_unmatched="warn")
     if options.bucketing_mode == "modules":
         plan = parse_plan(options.module_bucket_plans)
         if all(plan.bucket_of(name) is None for name in (*parameters, *modules)):

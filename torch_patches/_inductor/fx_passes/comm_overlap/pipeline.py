@@ -82,6 +82,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.reporting import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.sources import digest_of as digest_of
 from torch_patches._inductor.fx_passes.comm_overlap.sources import source_digest as source_digest
+from torch_patches._inductor.fx_passes.comm_overlap.sources import unshared_digest
 
 log = logging.getLogger(__name__)
 
@@ -141,10 +142,17 @@ def run_joint(
     return report
 
 
-def tag_or_leave(graph: fx.Graph, recorded: Sequence[RecordedInput]) -> None:
-    """Tags the collectives of a graph; one that cannot be tagged stays without, with one warning."""
+def tag_or_leave(
+    graph: fx.Graph, recorded: Sequence[RecordedInput], unless_tagged: bool = False
+) -> None:
+    """Tags the collectives of a graph; one that cannot be tagged stays without, with one warning.
+
+    Args:
+        unless_tagged: a graph that has tags keeps them.
+    """
     try:
-        tag_graph(graph, recorded)
+        if not (unless_tagged and is_tagged(graph)):
+            tag_graph(graph, recorded)
     except RANK_LOCAL_ERRORS:
         raise
     except Exception as error:
@@ -159,10 +167,20 @@ def tags_digest(
     has none.  Where ``options`` read modules, also of what their names decide.
 
     torch's key of a compiled graph sees code, not metadata: two backward graphs with equal code may
-    have other tags, since those come from the joint graph.
+    have other tags, since those come from the joint graph.  A graph that cannot be read shares its
+    entry with no other.
     """
-    if not is_tagged(module.graph):
-        tag_or_leave(module.graph, recorded)
+    tag_or_leave(module.graph, recorded, unless_tagged=True)
+    try:
+        return _digest_of_tags(module, options)
+    except (*RANK_LOCAL_ERRORS, *USER_ERRORS):
+        raise
+    except Exception as error:
+        raise_if_strict(error)
+        return unshared_digest()
+
+
+def _digest_of_tags(module: fx.GraphModule, options: Options | None) -> str:
     names = options is not None and options.reads_modules
     digest = hashlib.sha256()
     for inner in module.modules():
@@ -221,8 +239,8 @@ def run_post_grad(
     """
     if not options.changes:
         return None
-    if options.bucketing_mode != "none" and not is_tagged(graph):
-        tag_or_leave(graph, recorded)
+    if options.bucketing_mode != "none":
+        tag_or_leave(graph, recorded, unless_tagged=True)
     if options.cross_rank_check == "off":
         changed = _attempt(graph, options, estimated, observer=observer)
     else:

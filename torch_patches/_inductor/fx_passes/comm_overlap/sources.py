@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import uuid
 from pathlib import Path
 
 
@@ -20,3 +21,8 @@ def digest_of(root: Path) -> str:
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def unshared_digest() -> str:
+    """A part of a key that no other compile has: nothing is found under it."""
+    return f"unshared {uuid.uuid4().hex}"
