@@ -3,7 +3,7 @@
 Graphs come from ``torch_patches.testing.strategies``; ``check_invariants`` runs the pipeline on
 copies of each and compares all ranks before and after.  A failure prints a program that shows it.
 ``test_invariant_checks.py`` proves that the check can fail.  Longer runs:
-``python tools/fuzz_graphs.py --minutes 10``.
+``python tools/fuzz.py --minutes 10``.
 """
 
 from __future__ import annotations

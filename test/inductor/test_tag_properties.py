@@ -2,7 +2,7 @@
 
 A graph comes with tags as a joint pass leaves them ("marks", on most collectives), or with AOT
 descriptors from which the pipeline makes them.  The blocks that built it know the truth.  Longer
-runs: ``python tools/fuzz_graphs.py --tags marks descriptors``.
+runs: ``python tools/fuzz.py --lanes graphs --tags marks descriptors``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A :class:`Scenario` is a small DAG and a list of operations.  :func:`check_scenario` runs it on both
 sides and compares after each step; a difference raises :class:`Mismatch`, whose text is a Python
 program that shows it.  Used by ``test/inductor/test_augmented_graph.py`` (hypothesis draws the
-scenarios) and ``tools/fuzz_augmented_graph.py`` (a seed does).
+scenarios) and ``tools/fuzz.py`` (a seed does).
 """
 
 from __future__ import annotations

@@ -27,16 +27,7 @@ def builder_code(gm: fx.GraphModule) -> list[str]:
     return [*lines, *_metadata(gm.graph)]
 
 
-IMPORTS = (
-    "import torch, operator",
-    "from torch._functorch._aot_autograd.descriptors import *",
-    "from torch._subclasses import FakeTensorMode",
-    "from torch.fx.experimental.symbolic_shapes import ShapeEnv",
-    "from torch_patches._inductor.fx_passes.comm_overlap.options import *",
-    "from torch_patches._inductor.fx_passes.comm_overlap.plan import *",
-    "from torch_patches.testing import effect_ops",
-    "from torch_patches.testing.graph_builder import GraphBuilder, Group",
-)
+IMPORTS = ("import torch", "from torch_patches.testing.program import *")
 
 
 def _metadata(graph: fx.Graph) -> Iterator[str]:

@@ -26,7 +26,7 @@ def vary(gm: fx.GraphModule, r: Random) -> fx.GraphModule:
     for node in list(variant.graph.nodes):
         if _is_shard(node) and r.random() < 0.5:
             _insert_padding(node)
-    _rename(variant.graph, r)
+    rename(variant.graph, r)
     for node in variant.graph.nodes:
         items = list(node.meta.items())
         r.shuffle(items)
@@ -80,7 +80,7 @@ def _insert_padding(node: fx.Node) -> None:
         user.replace_input_with(node, padded)
 
 
-def _rename(graph: fx.Graph, r: Random) -> None:
+def rename(graph: fx.Graph, r: Random) -> None:
     """Names whose alphabetical order has nothing to do with the graph's."""
     nodes = [n for n in graph.nodes if n.op != "output"]
     numbers = list(range(len(nodes)))

@@ -9,7 +9,6 @@ to the nodes it takes.  A graph that is itself illegal raises ``CaseError``: the
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,20 +31,15 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import BarrierKind, Col
 from torch_patches._inductor.fx_passes.comm_overlap.report import BucketReport, Report
 from torch_patches.testing.graph_builder import Group, evaluate
 from torch_patches.testing.graph_variants import vary
-from torch_patches.testing.spmd_interpreter import SpmdInterpreter
+from torch_patches.testing.invariant_values import (
+    CaseError,
+    Execution,
+    InvariantError,
+    check_values,
+    execute,
+    geometry,
+)
 from torch_patches.testing.strategies import Description
-
-
-class CaseError(ValueError):
-    """The input graph breaks a rule by itself."""
-
-
-class InvariantError(AssertionError):
-    """The pipeline broke an invariant; ``letter`` says which."""
-
-    def __init__(self, letter: str, problem: str) -> None:
-        super().__init__(f"({letter}) {problem}")
-        self.letter = letter
 
 
 @dataclass(frozen=True)
@@ -57,15 +51,6 @@ class Outcome:
     displaced_share: float
 
 
-@dataclass(frozen=True, eq=False)
-class _Execution:
-    """Results, final inputs and shared storages of one interpreted run, rank by rank."""
-
-    results: list[Any]
-    inputs: list[list[Any]]
-    aliasing: list[set[tuple[int, int]]]
-
-
 def find_violation(
     gm: fx.GraphModule, description: Description, options: Options, *, trusted: bool = False
 ) -> Outcome:
@@ -74,13 +59,13 @@ def find_violation(
     Args:
         trusted: the metadata of ``gm`` is known to be right.
     """
-    expected = _execute_input(gm, description, trusted)
+    expected = execute_input(gm, description, trusted)
     before = collect(gm.graph)
     after = copy.deepcopy(gm)
     originals = {c.start.name: c for c in before.collectives}
-    report = _run(after, options)
+    report = run_strictly(after, options)
     _check_legal(after, trusted=gm)
-    _check_values(gm, after, expected, description)
+    check_values(gm, after, expected, description)
     buckets = report.buckets if report is not None else ()
     members = [[originals[name] for name in bucket.members] for bucket in buckets]
     _check_fences(gm, after, before, members)
@@ -95,10 +80,11 @@ def find_violation(
     return Outcome(len(buckets), sum(map(len, members)), share)
 
 
-def _execute_input(gm: fx.GraphModule, description: Description, trusted: bool) -> _Execution:
+def execute_input(gm: fx.GraphModule, description: Description, trusted: bool) -> Execution:
+    """What the input graph gives; ``CaseError`` where it is illegal by itself."""
     try:
         _check_legal(gm, trusted=gm if trusted else None)
-        return _execute(gm, description)
+        return execute(gm, description)
     except Exception as error:
         raise CaseError(f"the input graph is illegal: {error}") from error
 
@@ -117,83 +103,14 @@ def _strict() -> Iterator[None]:
             os.environ[notices.STRICT_VARIABLE] = old
 
 
-def _run(gm: fx.GraphModule, options: Options) -> Report | None:
+def run_strictly(gm: fx.GraphModule, options: Options) -> Report | None:
+    """The pipeline, in place; ``InvariantError`` where it fails instead of leaving the graph."""
     with _strict():
         try:
             report = pipeline.run_post_grad(gm.graph, options)
         except Exception as error:
             raise InvariantError("b", f"the pipeline raised {error!r}") from error
     return report
-
-
-# ---------------------------------------------------------------- (a), (f) values and outputs
-
-
-def _execute(gm: fx.GraphModule, description: Description) -> _Execution:
-    inputs = description.inputs(gm)
-    interpreter = SpmdInterpreter(gm, description.groups, description.world_size)
-    results = interpreter.run(inputs)
-    aliasing = [
-        _shared([*given, *pytree.tree_leaves(result)])
-        for given, result in zip(inputs, results, strict=True)
-    ]
-    return _Execution(results, inputs, aliasing)
-
-
-def _shared(values: Sequence[Any]) -> set[tuple[int, int]]:
-    """Pairs of places whose tensors share a storage."""
-    storages = [v.untyped_storage()._cdata if isinstance(v, torch.Tensor) else None for v in values]
-    pairs = itertools.combinations(range(len(values)), 2)
-    return {(i, j) for i, j in pairs if storages[i] is not None and storages[i] == storages[j]}
-
-
-def _check_values(
-    gm: fx.GraphModule, after: fx.GraphModule, expected: _Execution, description: Description
-) -> None:
-    try:
-        found = _execute(after, description)
-    except Exception as error:
-        raise InvariantError("b", f"the result does not run: {error}") from error
-    for rank in range(description.world_size):
-        _compare(expected.results[rank], found.results[rank], f"rank {rank}, output")
-        _compare(expected.inputs[rank], found.inputs[rank], f"rank {rank}, final value of input")
-        lost = expected.aliasing[rank] - found.aliasing[rank]
-        new = found.aliasing[rank] - expected.aliasing[rank]
-        if lost or new:
-            places = f"new {sorted(new)}, lost {sorted(lost)} (inputs first, then outputs)"
-            raise InvariantError("f", f"rank {rank}: other values share storage: {places}")
-
-
-def _compare(expected: Any, found: Any, what: str) -> None:
-    old, new = pytree.tree_leaves(expected), pytree.tree_leaves(found)
-    if len(old) != len(new):
-        raise InvariantError("f", f"{what}s: {len(old)} before, {len(new)} after")
-    for place, (a, b) in enumerate(zip(old, new, strict=True)):
-        if not isinstance(a, torch.Tensor):
-            if type(a) is not type(b) or a != b:
-                raise InvariantError("f", f"{what} {place}: {a} before, {b} after")
-        elif _geometry(a) != _geometry(b):
-            raise InvariantError("f", f"{what} {place}: {_geometry(a)}, then {_geometry(b)}")
-        elif not torch.equal(_bits(a), _bits(b)):
-            raise InvariantError("a", f"{what} {place}: {a.tolist()} before, {b.tolist()} after")
-
-
-def _bits(t: torch.Tensor) -> torch.Tensor:
-    return t.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _geometry(t: torch.Tensor) -> tuple[Any, ...]:
-    """Shape, stride, dtype, device; the stride of a dimension that is never stepped along is 0.
-
-    Ops and their fake kernels disagree about such strides, and nobody can see them.
-    """
-    sizes = [str(size) for size in t.shape]
-    empty = "0" in sizes
-    strides = [
-        "0" if empty or size == "1" else str(stride)
-        for size, stride in zip(sizes, t.stride(), strict=True)
-    ]
-    return (sizes, strides, t.dtype, t.device)
 
 
 # ---------------------------------------------------------------- (b) legal
@@ -255,7 +172,7 @@ def _check_metadata(gm: fx.GraphModule, known: Mapping[str, Any]) -> None:
 
 def _described(value: Any) -> list[Any]:
     leaves = pytree.tree_leaves(value)
-    return [_geometry(v) if isinstance(v, torch.Tensor) else str(v) for v in leaves]
+    return [geometry(v) if isinstance(v, torch.Tensor) else str(v) for v in leaves]
 
 
 def _fake_mode(gm: fx.GraphModule) -> Any:
@@ -373,11 +290,11 @@ def _text(gm: fx.GraphModule) -> str:
 
 def _check_repeatable(gm: fx.GraphModule, after: fx.GraphModule, options: Options) -> None:
     again = copy.deepcopy(gm)
-    _run(again, options)
+    run_strictly(again, options)
     text = _text(after)
     if _text(again) != text:
         raise InvariantError("e", f"two runs differ:\n{text}\n{_text(again)}")
-    report = _run(after, options)
+    report = run_strictly(after, options)
     if report is not None and report.buckets:
         raise InvariantError("e", f"a second run made {report.buckets}")
     if _text(after) != text:
@@ -390,7 +307,7 @@ def _check_variant(
     """Names, views and dict orders decide nothing."""
     variant = vary(gm, Random(len(gm.graph.nodes)))
     numbers = {c.start.name: c.index for c in collect(variant.graph).collectives}
-    other = _run(variant, options)
+    other = run_strictly(variant, options)
     if report is None or other is None:
         if report is not other:
             raise InvariantError("c", "one variant has a report and the other has none")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 
-import torch
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
+from torch_patches.testing.flag_invariants import find_violation
 from torch_patches.testing.graph_code import IMPORTS, builder_code
-from torch_patches.testing.invariants import InvariantError, Outcome, find_violation
+from torch_patches.testing.graph_cuts import replace_by_input
+from torch_patches.testing.invariants import InvariantError, Outcome
 from torch_patches.testing.strategies import Description
 
 #: Candidates tried per failure; a graph of 60 nodes takes about 150.
@@ -31,7 +32,9 @@ def check_invariants(
     except InvariantError as error:
         small, found = gm, error
         if shrink:
+            options = _simplest(gm, description, options, error.letter)
             small, description, found = _smallest(gm, description, options, error)
+            small = _without_modules(small, description, options, error.letter)
         program = reproduction(small, description, options)
         raise InvariantError(found.letter, f"{str(found)[4:]}\n\n{program}") from error
 
@@ -39,16 +42,73 @@ def check_invariants(
 def reproduction(gm: fx.GraphModule, description: Description, options: Options) -> str:
     """A self-contained program that checks the graph."""
     values = f", values={dict(description.values)!r}" if description.values else ""
-    integers = ", integers=True" if description.integers else ""
+    extra = _arguments_of(description)
     return "\n".join(
         [
             *IMPORTS,
-            "from torch_patches.testing.minimise import check_invariants",
-            "from torch_patches.testing.strategies import Description",
             *builder_code(gm),
-            f"check_invariants(gm, Description({f'{values}{integers}'[2:]}), {options!r})",
+            f"check_invariants(gm, Description({f'{values}{extra}'[2:]}), {options_code(options)})",
         ]
     )
+
+
+def _arguments_of(description: Description) -> str:
+    """What differs from the defaults, besides the values given."""
+    plain = Description()
+    names = [f.name for f in fields(Description) if f.name != "values"]
+    changed = [n for n in names if getattr(description, n) != getattr(plain, n)]
+    return "".join(f", {name}={getattr(description, name)!r}" for name in changed)
+
+
+def options_code(options: Options) -> str:
+    """The call that makes them: what differs from the defaults."""
+    functions = ("estimation_digest", "module_stack_digest", "calibration")  # made from others
+    changed = [
+        f"{f.name}={_value_code(getattr(options, f.name))}"
+        for f in fields(Options)
+        if f.name not in functions and getattr(options, f.name) != f.default
+    ]
+    digests = ["estimation_digest='given'"] if options.custom_runtime_estimation else []
+    digests += ["module_stack_digest='given'"] if options.module_stack_fn else []
+    return f"Options({', '.join([*changed, *digests])})"
+
+
+def _value_code(value: object) -> str:
+    return str(getattr(value, "__name__", None) or repr(value))
+
+
+def _simplest(
+    gm: fx.GraphModule, description: Description, options: Options, letter: str
+) -> Options:
+    """With defaults in the place of all values that the failure does not take."""
+    plain = Options()
+    for names in _TOGETHER:
+        changes = {name: getattr(plain, name) for name in names}
+        if any(getattr(options, name) != value for name, value in changes.items()):
+            simpler = replace(options, **changes)
+            if _failure(gm, description, simpler, letter) is not None:
+                options = simpler
+    return options
+
+
+#: Fields that go back to their defaults at once; "bucketing_mode" says what is checked.
+_TOGETHER = (
+    ("calibration", "calibration_digest", "calibration_file"),
+    ("custom_runtime_estimation", "estimation_digest"),
+    ("module_stack_fn", "module_stack_digest"),
+    *((f.name,) for f in fields(Options) if f.name != "bucketing_mode"),
+)
+
+
+def _without_modules(
+    gm: fx.GraphModule, description: Description, options: Options, letter: str
+) -> fx.GraphModule:
+    """Without the marks of modules, if the failure does not take them."""
+    bare = copy.deepcopy(gm)
+    for node in bare.graph.nodes:
+        for mark in ("nn_module_stack", "fwd_nn_module_stack"):
+            node.meta.pop(mark, None)
+    return bare if _failure(bare, description, options, letter) is not None else gm
 
 
 def _smallest(
@@ -106,37 +166,10 @@ def _without(
     for node in reversed(list(smaller.graph.nodes)):
         if node.op == "call_function" and node.name in pieces:
             if node.users:
-                _replace_by_input(node)
+                replace_by_input(node)
             else:
                 smaller.graph.erase_node(node)
     return _cleaned(smaller, description)
-
-
-def _replace_by_input(node: fx.Node) -> None:
-    """Lets the users of ``node`` read its first tensor argument like it, or else a new input."""
-    val = node.meta.get("val")
-    if not isinstance(val, torch.Tensor):
-        return
-    alike = [
-        n
-        for n in node.all_input_nodes
-        if isinstance(n.meta["val"], torch.Tensor)
-        and n.meta["val"].shape == val.shape
-        and n.meta["val"].dtype is val.dtype
-    ]
-    if alike:
-        node.replace_all_uses_with(alike[0])
-        node.graph.erase_node(node)
-        return
-    graph = node.graph
-    with graph.inserting_before(next(iter(graph.nodes))):
-        new = graph.placeholder(f"cut_{node.name}")
-    new.meta["val"] = val
-    last = graph.find_nodes(op="placeholder")[-1]
-    if last is not new:
-        last.append(new)  # placeholders are numbered in graph order: the new one comes last
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
 
 
 def _cleaned(gm: fx.GraphModule, description: Description) -> tuple[fx.GraphModule, Description]:

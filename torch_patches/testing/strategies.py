@@ -70,16 +70,19 @@ class Description:
         values: by place among the placeholders: what each rank is given, where random tensors do
             not serve (sizes, groups).
         integers: tensors hold small integers, exact in any order of addition.
+        high, scale: of random values, as :func:`random_inputs` has them.
     """
 
     world_size: int = WORLD_SIZE
     groups: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=lambda: dict(GROUPS))
     values: Mapping[int, Sequence[Any]] = field(default_factory=dict)
     integers: bool = False
+    high: int = 2048
+    scale: float = 1.0
 
     def inputs(self, gm: fx.GraphModule, seed: int = 0) -> list[list[Any]]:
         """``inputs[rank]``: new tensors each time, equal for equal seeds."""
-        drawn = random_inputs(gm, self.world_size, seed)
+        drawn = random_inputs(gm, self.world_size, seed, high=self.high, scale=self.scale)
         for rank, values in enumerate(drawn):
             for place, given in self.values.items():
                 values[place] = given[rank]
