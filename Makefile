@@ -45,4 +45,4 @@ environment:
 	@$(BOOTSTRAP_PYTHON) tools/bootstrap.py
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_report.json
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_report.json demo_timeline.svg

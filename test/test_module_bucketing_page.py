@@ -64,6 +64,6 @@ def test_links_lead_somewhere(link: str) -> None:
     assert (DOCS / link).is_file()
 
 
-@pytest.mark.parametrize("name", ["timeline_fw.svg", "timeline_bw.svg"])
+@pytest.mark.parametrize("name", ["timeline_blocks_fw.svg", "timeline_blocks_bw.svg"])
 def test_pictures_are_small(name: str) -> None:
     assert 1_000 < (DOCS / name).stat().st_size < 60_000

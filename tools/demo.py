@@ -3,8 +3,9 @@
 Two gloo processes on this machine's CPU train a small model twice, once with
 ``bucketing_mode = "none"`` and once with ``"topo_span"``, first by running the post-grad graphs
 eagerly (only the bucketing differs, so every bit must agree), then under full Inductor (where
-fusion may differ in the last bits, so there is a bound).  Prints a table, writes a report file, and
-exits with 1 if a claim does not hold, 2 if it could not finish.
+fusion may differ in the last bits, so there is a bound).  Prints a table, writes a report file, and a
+picture of what ``"auto"`` is estimated to do to a model of real sizes on GPUs.  Exits with 1 if a claim
+does not hold, 2 if it could not finish.
 
     make demo
 """
@@ -25,6 +26,10 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for draw_timeline
+
+from draw_timeline import draw_file
+
 import torch_patches
 from torch_patches.testing.models import ModelConfig
 from torch_patches.testing.processes import RankFailed, RanksTimedOut, Say, run_ranks
@@ -41,6 +46,9 @@ INDUCTOR_BOUND = 1e-5
 between neighbours; a fused kernel may round sums over a few hundred elements differently."""
 
 SIGN_OF_LIFE_S = 4.0
+
+#: The backward of four layers of Llama-3-8B's sizes on 8 ranks (docs/data/README.md).
+DRAWN = Path(__file__).resolve().parents[1] / "docs" / "data" / "llama8b_4l_fsdp8.json.gz"
 
 
 @dataclass(frozen=True)
@@ -267,6 +275,7 @@ def _arguments() -> argparse.Namespace:
         "--timeout", type=float, default=240, help="seconds until it gives up (default 240)"
     )
     parser.add_argument("--report", type=Path, default=Path("demo_report.json"))
+    parser.add_argument("--picture", type=Path, default=Path("demo_timeline.svg"))
     return parser.parse_args()
 
 
@@ -302,7 +311,9 @@ def main() -> int:
     print(f"\n{table(ranks[0])}\n")
     for claim in claims:
         print(f"{'ok  ' if claim.holds else 'FAIL'}  {claim.text}")
-    print(f"\nreport: {arguments.report.resolve()}")
+    arguments.picture.write_text(draw_file(DRAWN, "bw", "auto"), encoding="utf-8")
+    print(f"\nreport:  {arguments.report.resolve()}")
+    print(f"picture: {arguments.picture.resolve()}")
     return 0 if all(claim.holds for claim in claims) else 1
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_patches.viewing.picture import Run
+
 _MIB = 1 << 20
 
 
@@ -23,3 +28,11 @@ def mib(size_bytes: float) -> str:
 def percent(share: float) -> str:
     """A share, 0 to 1."""
     return f"{share:.1%}"
+
+
+def run_title(name: str, run: Run) -> str:
+    """What stands above a run's picture."""
+    return (
+        f"{name}: {run.total_ms:.2f} ms, compute stands still for {run.exposed_ms:.2f} ms, "
+        f"{len(run.flights)} launches"
+    )

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 from torch_patches.viewing.picture import Flight, Picture, Run
+from torch_patches.viewing.text import run_title
 
 #: Of ms: a tenth of a nanosecond.
 _DIGITS = 7
@@ -31,17 +32,13 @@ def timeline_data(picture: Picture, report: Report) -> dict[str, Any]:
 def _run(
     name: str, run: Run, report: Report, bucket_of: dict[str, int], names: dict[str, int]
 ) -> dict[str, Any]:
-    title = (
-        f"{name}: {run.total_ms:.2f} ms, compute stands still for {run.exposed_ms:.2f} ms, "
-        f"{len(run.flights)} launches"
-    )
     number = {flight.launch.index: i for i, flight in enumerate(run.flights)}
 
     def text(value: str) -> int:
         return names.setdefault(value, len(names))
 
     return {
-        "title": title,
+        "title": run_title(name, run),
         "total": _ms(run.total_ms),
         "kernels": [
             [_ms(k.start_ms), _ms(k.end_ms), text(k.name), text(k.op), text(k.module)]
