@@ -250,7 +250,7 @@ FLAGS: tuple[Flag, ...] = (
         default=None,
         value_type=str | None,
         check=or_none(check_path),
-        allowed="the path of a table made by tools/calibrate.py, or None",
+        allowed="the path of a table made by torch-patches calibrate, or None",
         doc="Measured costs to use before those of estimate_device; the same file on all ranks.",
     ),
     Flag(

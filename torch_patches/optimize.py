@@ -96,7 +96,7 @@ def optimize_graph(
         estimate_device: "A100", "H100", "H200", "B200" or "generic": whose rates estimates use.
         compute_slowdown: a kernel takes this many times as long under a collective.
         link_sharing: 0 to 1, how far groups on one link wait for each other.
-        calibration_file: a table of measured costs (``tools/calibrate.py``).
+        calibration_file: a table of measured costs (``torch-patches calibrate``).
         module_bucket_plans: for "modules": names of modules or parameters with ``*`` and ``[0-5]``;
             each name is a bucket for every module it matches, each list of names one bucket.
         module_overlap_with: bucket name -> module whose compute shall hide it.

@@ -258,8 +258,8 @@ BAD_VALUES = [
     ("compute_slowdown", 0.9, "number >= 1"),
     ("link_sharing", 1.1, "number from 0 to 1"),
     ("link_sharing", 10**400, "number from 0 to 1"),
-    ("calibration_file", "", "tools/calibrate.py"),
-    ("calibration_file", 3, "tools/calibrate.py"),
+    ("calibration_file", "", "torch-patches calibrate"),
+    ("calibration_file", 3, "torch-patches calibrate"),
     ("custom_runtime_estimation", 3.0, "a function (node, override_size_bytes or None)"),
 ]
 

@@ -324,7 +324,7 @@ def _check_estimators(options: Options, collectives: str, compute: str) -> None:
         raise config.FlagError(
             "OverlapScheduler(collective_estimator=...): 'benchmark' would let each rank decide by "
             "its own clock, and ranks that decide differently hang; measure once "
-            f"(tools/calibrate.py) and set {config.PREFIX}calibration_file, or use 'analytical'"
+            f"(torch-patches calibrate) and set {config.PREFIX}calibration_file, or use 'analytical'"
         )
 
 

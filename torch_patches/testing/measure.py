@@ -3,7 +3,7 @@
     table = calibrate(torch.device("cuda", 0), Settings(gpus_per_node=8, ...))
 
 Each number is a median over samples, then the largest over all ranks, so every rank returns the
-same table.  ``tools/calibrate.py`` is the command.
+same table.  ``torch-patches calibrate`` is the command.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Milliseconds from a table of measurements, and what a table has for each question.
 
-A table is measured once (``tools/calibrate.py``), written to a file (``calibration.py``) and read
+A table is measured once on the user's machines, written to a file (``calibration.py``) and read
 by every rank.  It is asked by kind, link class, group size, bytes, dtype and flops: never by rank
 or by the device at hand, so that it answers alike on every rank.
 
