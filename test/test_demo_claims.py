@@ -1,9 +1,11 @@
-"""The demo's verdict: it passes on a good result, and every claim can fail."""
+"""The demo's verdict: it passes on a good result, and every claim can fail.  The README shows what it
+prints and draws."""
 
 from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import math
 import sys
 from collections.abc import Callable
@@ -13,10 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from pages import blocks_of
 
+from torch_patches import _compat, optimize_graph
+from torch_patches.captured import load_captured
 from torch_patches.testing.training import Comparison, TrainingRun, compare
 
-PATH = Path(__file__).parent.parent / "tools" / "demo.py"
+ROOT = Path(__file__).parent.parent
+PATH = ROOT / "tools" / "demo.py"
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +113,49 @@ def test_difference_is_relative_to_the_largest_element() -> None:
 
 def test_not_a_number_is_never_close() -> None:
     assert compare(_run(1.0, math.nan), _run(1.0, 2.0)).max_relative == math.inf
+
+
+# -- what the README shows ------------------------------------------------------------------------
+
+
+def _planned_ranks(demo: ModuleType) -> list[Any]:
+    """Both ranks, as the demo's own graphs let expect them: each launch is announced by a report."""
+    graphs = load_captured(ROOT / "docs" / "data" / "demo_2l_fsdp2.json.gz").graphs
+    reports = [
+        json.loads(optimize_graph(graphs[name], bucketing_mode="topo_span").to_json())
+        for name in ("fw", "bw")
+    ]
+    before, after = (
+        {
+            phase: report[f"collectives_{side}"]
+            for phase, report in zip(demo.PHASES, reports, strict=True)
+        }
+        for side in ("before", "after")
+    )
+    none = demo.RunFigures(before, {}, 64.5, 4.0, [])
+    ours = demo.RunFigures(after, {}, 11.2, 4.0, reports)
+    runs = {backend: {"none": none, "topo_span": ours} for backend in demo.BACKENDS}
+    steps, parameters = demo.demo_workload(2).steps, before["forward"]["all_gather"]
+    equal = Comparison(True, 0.0, 0.0, "", steps * (1 + parameters))
+    rank = demo.RankFigures(runs, {"eager": equal, "inductor": equal})
+    return [copy.deepcopy(rank), copy.deepcopy(rank)]
+
+
+def test_readme_shows_its_table_and_picture(
+    demo: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of the table only the times come from a machine, and bitwise equality from a run."""
+    if not _compat.has_prebucketing():
+        pytest.skip("torch < 2.13: the graphs and their costs are those of 2.13")
+    files = {"--report": tmp_path / "r.json", "--picture": tmp_path / "p.svg"}
+    arguments = [str(word) for pair in files.items() for word in pair]
+    monkeypatch.setattr(sys, "argv", ["demo.py", *arguments])
+    monkeypatch.setattr(demo, "run_ranks", lambda *args, **kwargs: _planned_ranks(demo))
+    assert demo.main() == 0
+    (table,) = (b.text for b in blocks_of("README.md") if b.language == "text")
+    assert table in capsys.readouterr().out
+    assert json.loads(files["--report"].read_text())["ranks"]
+    assert files["--picture"].read_text() == (ROOT / "docs" / "timeline.svg").read_text()

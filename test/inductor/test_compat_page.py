@@ -1,4 +1,4 @@
-"""The README's example of torch's own names runs, and does what it says."""
+"""The example of torch's own names on docs/drop_in.md runs, and does what it says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_patches.testing.beside_torch import WorldSketch, held, words
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "drop_in.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -25,8 +25,7 @@ def world(monkeypatch):
 
 
 def example() -> str:
-    section = README.split("## In place of torch's own names", 1)[1]
-    found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    found = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert found is not None
     return found[1]
 
