@@ -80,12 +80,13 @@ def build_stack(
     stack.left_out = [commit for commit in manifest.commits if commit not in chosen]
     placed = {commit.title: list(placed_files(commit, repository)) for commit in chosen}
     texts = _tidied([file for files in placed.values() for file in files])
+    tests = {p: imported_modules(text) for p, text in texts.items() if p.startswith("test/")}
     layer = 0
     for commit in chosen:
         layer = _check_layer(commit, layer)
         files = placed[commit.title]
         built = _make(commit, files, texts, stack, manifest)
-        text = message(commit, built.files, repository, _later_tests(files, texts))
+        text = message(commit, built.files, repository, _later_tests(files, tests))
         stack.commits.append(_committed(built, stack, text))
     _check_sizes(stack.commits, manifest.max_lines)
     repo.git(
@@ -144,11 +145,12 @@ def _committed(built: Built, stack: Stack, text: str) -> Built:
     return replace(built, sha=repo.head(), lines=repo.changed_lines())
 
 
-def _later_tests(placed: Sequence[Placed], texts: Mapping[str, str], most: int = 2) -> list[str]:
-    """Test files that import what a commit adds."""
+def _later_tests(
+    placed: Sequence[Placed], tests: Mapping[str, set[str]], most: int = 2
+) -> list[str]:
+    """Test files that import what a commit adds, of those whose imports are given."""
     added = {file.path.removesuffix(".py").replace("/", ".") for file in placed}
-    tests = [path for path in texts if path.startswith("test/")]
-    return [path for path in tests if imported_modules(texts[path]) & added][:most]
+    return [path for path, imports in tests.items() if imports & added][:most]
 
 
 def _check_sizes(commits: Sequence[Built], most: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,14 +21,20 @@ def formatted_change(before: str, after: str) -> str:
     """``after`` with the lines formatted that differ from ``before``, and no others: what the
     maintainers' formatter made of the rest may differ from what this one would."""
     old, new = before.splitlines(), after.splitlines()
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
-    changed = [code for code in matcher.get_opcodes() if code[0] != "equal"]
-    if not changed:
+    if old == new:
         return after
-    first, last = changed[0][3], max(changed[-1][4], changed[0][3] + 1)
-    span = f"{first + 1}:1-{min(last + 2, len(new))}:1"
+    first = _equal(old, new)
+    # Lines that are equal from both ends count once: what is repeated is what was put in.
+    last = len(new) - min(_equal(old[::-1], new[::-1]), len(old) - first, len(new) - first)
+    span = f"{first + 1}:1-{min(max(last, first + 1) + 2, len(new))}:1"
     command = ["format", "-q", "--range", span, "--stdin-filename", "changed.py", "-"]
     return _run(command, after)
+
+
+def _equal(old: Sequence[str], new: Sequence[str]) -> int:
+    """How many of the first lines are the same."""
+    pairs = enumerate(zip(old, new, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(old), len(new)))
 
 
 def tidy(files: Sequence[Path]) -> None:
