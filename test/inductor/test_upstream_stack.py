@@ -1,7 +1,7 @@
 """The stack for PyTorch: the commits that are built from the manifest, and what is refused.
 
-The stack is built once for the installed torch, if it is a release that the stack knows; a few of its
-commits are run in the tree.  ``tools/make_upstream_stack.py --check`` runs all.
+The stack is built once for the installed torch, if it is a release that the stack knows;
+``test_upstream_commits.py`` runs it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from upstream.anchors import AnchorError
 from upstream.build import Built, Stack, build_stack
-from upstream.check import check_stack
 from upstream.errors import StackError
 from upstream.manifest import Commit, Manifest, load_manifest
 from upstream.ruff import formatted_change
@@ -232,38 +231,3 @@ def test_edits_stand_above_comments_and_as_the_formatter_would_have_them(stack: 
     at = next(i for i, line in enumerate(lines) if "Apply overlap scheduling" in line)
     assert lines[at + 1].strip().startswith("if")
     assert "enable_overlap_scheduling" in lines[at + 1] + lines[at + 2]
-
-
-@on_known_torch
-def test_commits_run_in_the_tree(stack: Stack) -> None:
-    """One fix, whose test fails without it; one of the package; and the wiring of the flags."""
-    chosen = ["Defer dependent", "Contract a graph", "Run the passes by flags"]
-    told: list[str] = []
-    numbers = [titled(stack, words)[0] for words in chosen]
-    assert check_stack(stack, numbers, told.append) == []
-    assert len(told) == 3 and all("lines  ok" in line for line in told)
-
-
-@on_known_torch
-def test_what_a_commit_breaks_is_told(tmp_path: Path, tree: TorchTree) -> None:
-    """A fix without its edit; then the edit, and behind it a fix that changes nothing."""
-    (fix,) = [c for c in MANIFEST.commits if "smaller of two memory caps" in c.title]
-    commits = (
-        replace(fix, edits=()),
-        replace(fix, title="[inductor] The edit", new=(), fault=False),
-        small_commit(title="[inductor] Late", fault=True, new=fix.new),
-    )
-    for number, chosen, sentence in (
-        (1, commits[:1], "FAILED"),
-        (2, commits[1:], "pass without it"),
-    ):
-        made = build_stack(tree, replace(MANIFEST, commits=chosen), tmp_path / str(number))
-        told: list[str] = []
-        (problem,) = check_stack(made, [number], told.append)
-        assert sentence in problem
-        assert "lines  FAILED" in told[-1]
-    (problem,) = check_stack(made, [2], told.append, timeout_s=0.01)
-    assert "not done after 0.01 s" in problem
-    assert made.repository.git("branch", "--show-current") == "comm_overlap\n"
-    with pytest.raises(StackError, match="/no/python: No such file"):
-        check_stack(made, [2], told.append, python="/no/python")

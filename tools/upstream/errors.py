@@ -7,3 +7,7 @@ class StackError(Exception):
 
 class UnknownTreeError(StackError):
     """A torch tree that the stack was not made for."""
+
+
+class TreeError(StackError):
+    """The tree as it is now cannot be imported."""
