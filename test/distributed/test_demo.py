@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,5 +149,23 @@ def test_a_failing_rank_ends_all_with_its_traceback() -> None:
 
 
 def test_ranks_that_never_meet_are_ended() -> None:
-    with pytest.raises(RanksTimedOut, match="not finished after 20 s"):
-        run_ranks(_never_meet, 2, timeout_s=20)
+    with pytest.raises(RanksTimedOut, match="not finished after 6 s"):
+        run_ranks(_never_meet, 2, timeout_s=6)
+
+
+def _environment_and_output(rank: int, say: Say) -> str | None:
+    os.write(1, f"out {rank}\n".encode())
+    os.write(2, f"error {rank}\n".encode())
+    return os.environ.get("TEST_OF_RANKS")
+
+
+def test_ranks_have_the_environment_and_output_of_the_call(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the process that they are forks of was started before."""
+    for value in ("one", "two"):
+        monkeypatch.setenv("TEST_OF_RANKS", value)
+        assert run_ranks(_environment_and_output, 2, timeout_s=60) == [value] * 2
+        out, err = capfd.readouterr()
+        assert sorted(out.splitlines()) == ["out 0", "out 1"]
+        assert {"error 0", "error 1"} <= set(err.splitlines())

@@ -6,13 +6,18 @@
 
 The processes meet in a file, so no port can be taken.  A rank that fails, the deadline, and Ctrl-C
 end all of them at once; a rank whose parent is gone ends itself.
+
+On Linux each is a fork of one process that has imported torch, which takes longer than most of what
+ranks are asked for; it has the environment and the output of its parent at the time of the call.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import importlib.util
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -30,6 +35,12 @@ Say = Callable[[str], None]
 
 OnMessage = Callable[[int, str], None]
 
+#: Imported once for all ranks; nothing of ours.
+_PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor")
+#: Where there is Triton, an import of it starts processes and threads, which no fork should have.
+_PRELOADED_WITHOUT_TRITON = ("torch._inductor.compile_fx",)
+#: Descriptors of stdout and stderr.
+_OUTPUTS = (1, 2)
 _TICK_S = 0.5
 _STACKS_BEFORE_DEADLINE_S = 5.0
 
@@ -133,23 +144,42 @@ def run_ranks(
     Raises:
         RankFailed, RanksTimedOut
     """
-    context = multiprocessing.get_context("spawn")
+    context = _context()
+    # Pickled here, so that the module of the target is imported behind the environment.
+    work = pickle.dumps((target, tuple(arguments)))
     with tempfile.TemporaryDirectory(prefix="torch_patches_") as folder:
         run = _Ranks([], timeout_s, on_message, on_tick)
         try:
             for number in range(world_size):
                 receiving, sending = context.Pipe(duplex=False)
                 place = _Place(number, world_size, os.path.join(folder, "store"), timeout_s)
+                outputs = [Connection(os.dup(file), readable=False) for file in _OUTPUTS]
                 process = context.Process(
-                    target=_main, args=(place, sending, target, tuple(arguments)), daemon=True
+                    target=_main,
+                    args=(place, sending, dict(os.environ), outputs, work),
+                    daemon=True,
                 )
                 process.start()
+                for output in outputs:
+                    output.close()
                 # Ours must close, or the pipe never reports that the rank died.
                 sending.close()
                 run.ranks.append(_Rank(number, process, receiving))
             return run.collect()
         finally:
             run.end()
+
+
+def _context() -> Any:
+    """How processes start; elsewhere than on Linux libraries do not stand a fork."""
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    names = list(_PRELOADED)
+    if importlib.util.find_spec("triton") is None:
+        names += _PRELOADED_WITHOUT_TRITON
+    context.set_forkserver_preload(names)  # of no effect where it runs already
+    return context
 
 
 # -- in the new process ---------------------------------------------------------------------------
@@ -166,8 +196,17 @@ class _Place:
 
 
 def _main(
-    place: _Place, connection: Connection, target: Callable[..., Any], arguments: tuple[Any, ...]
+    place: _Place,
+    connection: Connection,
+    environment: dict[str, str],
+    outputs: Sequence[Connection],
+    work: bytes,
 ) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    for output, file in zip(outputs, _OUTPUTS, strict=True):
+        os.dup2(output.fileno(), file)
+        output.close()
     # Ctrl-C reaches the whole terminal group; the parent handles it and ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_follow_parent, daemon=True).start()
@@ -175,6 +214,7 @@ def _main(
     if stacks_after_s > 0:
         faulthandler.dump_traceback_later(stacks_after_s, file=2)  # the descriptor
     try:
+        target, arguments = pickle.loads(work)
         _join_group(place)
         result = target(place.rank, lambda text: connection.send(("message", text)), *arguments)
         connection.send(("result", result))
