@@ -30,9 +30,10 @@ lint: environment
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 
-# A file's tests stay in one worker, so that what a module sets up once is set up once.
+# A file's tests stay in one worker, so that what a module sets up once is set up once; the longest
+# files come first (test/conftest.py).
 unit: environment
-	$(PYTHON) -m pytest -x -n 2 --dist loadfile --durations=15 $(PYTEST_ARGS)
+	$(PYTHON) -m pytest -x -n 2 --dist loadfile --no-loadscope-reorder --durations=30 $(PYTEST_ARGS)
 
 # Needs a browser, so it is apart from the others.
 test-browser: environment
