@@ -70,10 +70,12 @@ def events_of(run: Run, offset_ms: float, slower: float = 1.0) -> list[dict[str,
 
 
 def written(path: Path, events: list[dict[str, Any]], steps: int = 1) -> Path:
+    end = max((e["ts"] + e["dur"] for e in events), default=0)
     marks = [
-        {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{i}", "ts": i, "dur": 1}
+        {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{i}", "ts": end / steps * i,
+         "dur": end / steps}
         for i in range(steps)
-    ]
+    ]  # fmt: skip
     text = json.dumps({"schemaVersion": 1, "traceEvents": [*events, *marks, {"ph": "M"}]})
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(text.encode()))
