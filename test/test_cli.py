@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gzip
 import json
 import logging
 import re
@@ -96,6 +97,77 @@ def test_an_unreadable_file_is_one_line(
     assert said in error
     assert error.count("\n") == 1
     assert error.startswith(f"torch-patches {command}: ")
+
+
+@pytest.mark.parametrize(
+    "ranks", [[0] * 8, [], [-1, *range(7)], [2**60, *range(7)], ["a"], [True, *range(2, 9)]]
+)
+def test_groups_that_torch_cannot_make_are_told(
+    ranks: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = json.loads(gzip.decompress(SMALL.read_bytes()))
+    document |= {"graphs": {}}
+    for group in document["groups"].values():
+        group["ranks"] = ranks
+    path = tmp_path / "x.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(document).encode()))
+    assert run("replay", path) == 2
+    error = capsys.readouterr().err
+    assert "x.json.gz: group '0': " in error and error.count("\n") == 1
+
+
+def test_outputs_are_checked_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is planned, and what is read stays."""
+    from torch_patches.captured import files
+
+    monkeypatch.setattr(files, "load_any", lambda *a, **k: pytest.fail("it was read"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "profile.json").write_text("{}")
+    (tmp_path / "g.json.gz").write_bytes(b"")
+    for arguments, said in (
+        (("replay", "g.json.gz", "--save", "folder"), "folder: Is a directory"),
+        (("replay", "g.json.gz", "--save", "no/x.json.gz"), "no/x.json.gz: No such file"),
+        (("replay", "g.json.gz", "--save", "g.json.gz"), "would be overwritten"),
+        (("report", "g.json.gz", "-o", "folder"), "folder: Is a directory"),
+        (("report", "g.json.gz", "-o", "a", "--chrome", "a"), "would be overwritten"),
+        (("report", "g.json.gz", "-o", "profile.json", "--profile", "profile.json"), "overwritten"),
+        (("report", "g.json.gz", "--chrome", "no/x"), "no/x: No such file"),
+    ):
+        assert run(*arguments) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
+    assert (tmp_path / "profile.json").read_text() == "{}"
+
+
+def test_a_file_that_cannot_be_written_has_its_own_name_in_the_error(tmp_path: Path) -> None:
+    captured = load_captured(SMALL)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError) as caught:
+        captured.save(tmp_path / "folder")
+    assert caught.value.filename == str(tmp_path / "folder")
+    assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
+
+
+def test_options_without_effect_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--rank", "1", "--compile", "0/0", "--size", "s0=4")
+    assert run("replay", SMALL, "--graph", "nothing", *given) == 2
+    error = capsys.readouterr().err
+    for name in ("rank", "compile", "size"):
+        assert f"warning: --{name} has no effect on a capture" in error
+
+
+def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from torch_patches.cli import diff
+
+    def interrupt(arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(diff, "run", interrupt)
+    assert run("diff", "a", "b") == 130
+    assert capsys.readouterr().err == ""
 
 
 def test_our_own_faults_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,7 @@ __all__ = [
 ]
 
 MAX_DEPTH = 100  # of nested arrays and objects
+MAX_RANK = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +228,7 @@ def decode_document(document: dict[str, Any]) -> Captured:
     descriptions: dict[str, str] = {}
     backends: dict[str, str] = {}
     for name, group in document["groups"].items():
-        groups[name] = tuple(int(rank) for rank in group["ranks"])
+        groups[name] = _checked_ranks(name, group["ranks"])
         descriptions[name] = str(group["description"])
         if "backend" in group:
             backends[name] = str(group["backend"])
@@ -240,3 +241,13 @@ def decode_document(document: dict[str, Any]) -> Captured:
         torch_version=str(document["torch"]),
         group_backends=backends,
     )
+
+
+def _checked_ranks(name: str, ranks: Any) -> tuple[int, ...]:
+    """torch makes groups of nothing else."""
+    numbers = tuple(ranks)
+    if not numbers or any(type(rank) is not int or not 0 <= rank < MAX_RANK for rank in numbers):
+        raise CaptureFormatError(f"group {name!r}: ranks are numbers from 0 to {MAX_RANK - 1}")
+    if len(set(numbers)) != len(numbers):
+        raise CaptureFormatError(f"group {name!r}: a rank is named twice")
+    return numbers

@@ -95,5 +95,7 @@ class Document:
             # No time stamp in it.
             part.write_bytes(gzip.compress(data, compresslevel=9, mtime=0))
             part.replace(path)
+        except OSError as error:  # the part's name says nothing
+            raise type(error)(error.errno, error.strerror, str(path)) from error
         finally:
             part.unlink(missing_ok=True)

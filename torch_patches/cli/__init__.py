@@ -12,7 +12,7 @@ It is imported when it is asked for; ``--help`` imports all.  What is needed for
 apart, which the package needs anyway) is imported in ``run``.
 
 Exit status: 0, all is well; 1, two things differ, a check failed, or there was nothing to do; 2, the
-command line is wrong or a file cannot be read.  Such an error is one line on stderr.
+command line is wrong or a file cannot be read.  Such an error is one line on stderr.  130: interrupted.
 """
 
 from __future__ import annotations

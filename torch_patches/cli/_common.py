@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import importlib.util
 import json
 import logging
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -66,6 +70,29 @@ def require(*modules: str) -> None:
             ) from error
 
 
+def check_outputs(outputs: Sequence[Path | None], inputs: Sequence[Path | str | None]) -> None:
+    """Before long work: the files can be written, and none is another one or one that is read.
+
+    Raises:
+        CommandError: one would be overwritten.
+        OSError: one is a folder, or its folder is missing.
+    """
+    written = [path for path in outputs if path is not None]
+    taken = {Path(path).resolve() for path in inputs if path is not None}
+    for path in written:
+        if path.resolve() in taken:
+            raise CommandError(
+                f"{path}: a file that is read, or written already, would be overwritten"
+            )
+        taken.add(path.resolve())
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not path.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
 def console(stderr: bool = False) -> Console:
     """A terminal of rich's; plain text where it is no terminal.
 
@@ -96,7 +123,7 @@ def _plain(value: Any) -> Any:
 @contextmanager
 def progress(what: str, quiet: bool = False) -> Iterator[None]:
     """Shows on a terminal's stderr that ``what`` goes on."""
-    if quiet or not sys.stderr.isatty():
+    if quiet or not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
         yield
         return
     with console(stderr=True).status(what):

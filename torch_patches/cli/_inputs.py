@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch_patches.captured.files import Loaded
 
 _MAX_RANK = 2**20
+#: Kinds of files that an option is for.
+_OPTIONS_OF = {"compile": ("trace",), "rank": ("trace",), "size": ("trace", "repro", "printed")}
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -63,6 +65,9 @@ def load(arguments: argparse.Namespace, path: Path, more_groups: bool = False) -
         raise CommandError(
             f"--group: no group {loaded.unused_groups[0]!r} in the graphs; there are: {there}"
         )
+    for name, kinds in _OPTIONS_OF.items():
+        if loaded.kind not in kinds and getattr(arguments, name) not in (None, []):
+            print(f"warning: --{name} has no effect on a {loaded.kind}", file=sys.stderr)
     for sentence in loaded.warnings:
         print(f"warning: {path.name}: {sentence}", file=sys.stderr)
     return loaded

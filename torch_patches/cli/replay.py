@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch_patches.cli._common import (
     EXIT_DIFFERS,
     EXIT_OK,
-    CommandError,
+    check_outputs,
     console,
     new_parser,
     print_json,
@@ -66,6 +66,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
+    check_outputs([arguments.save], [arguments.file, arguments.table])
     options = options_of(read_flags(arguments), "replay")
     loaded = load(arguments, arguments.file, more_groups=options.fuses)
     names = choose_graphs(loaded, arguments.graph)
@@ -136,8 +137,6 @@ def _save(loaded: Loaded, changed: dict[str, Any], arguments: argparse.Namespace
     graphs |= {f"{name}_after": module for name, module in changed.items()}
     info = {**loaded.captured.info, "replayed": {k: str(v) for k, v in read_flags(arguments).items()
                                                  if k != "calibration_file"}}  # fmt: skip
-    if arguments.save.resolve() == arguments.file.resolve():
-        raise CommandError("--save would overwrite the file that is read")
     dataclasses.replace(loaded.captured, graphs=graphs, info=info).save(arguments.save)
 
 

@@ -12,6 +12,7 @@ from torch_patches.cli._common import (
     EXIT_DIFFERS,
     EXIT_OK,
     CommandError,
+    check_outputs,
     new_parser,
     print_json,
     require,
@@ -62,9 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps is not None and arguments.steps < 1:
         raise CommandError("--steps: a number above 0 is expected")
     output = arguments.output or Path(_stem(arguments.file) + ".html")
-    written = [output, *([arguments.chrome] if arguments.chrome else [])]
-    if any(path.resolve() == arguments.file.resolve() for path in written):
-        raise CommandError("the file that is read would be overwritten")
+    read = [arguments.file, arguments.profile, arguments.table]
+    check_outputs([output, arguments.chrome], read)
     reports = observed_reports(arguments, "report")
     measured = _measured(arguments, reports)
     sheets = [Sheet.of(report, _TITLES.get(name, name)) for name, report in reports.items()]

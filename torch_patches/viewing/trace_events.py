@@ -29,6 +29,8 @@ def read_events(path: Path) -> Iterator[Event]:
     """
     with path.open("rb") as stream:
         zipped = stream.read(2) == b"\x1f\x8b"
+    if path.stat().st_size > MAX_BYTES:
+        raise ProfileError(f"{path.name}: more than {MAX_BYTES >> 20} MiB")
     try:
         with gzip.open(path, "rb") if zipped else path.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
