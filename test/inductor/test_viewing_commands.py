@@ -39,11 +39,12 @@ def test_one_graph_has_the_trace_that_was_asked_for(
 
 
 def test_report_beside_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A profile with one slow gather of 2 MiB, as a bucket or a layer's weight may be."""
+    """A profile with one slow gather of 2 MiB, which the graph does not have."""
     page, profile = tmp_path / "x.html", tmp_path / "p.json"
     given = ["report", str(LLAMA), "-o", str(page), "--graph", "fw", "--profile", str(profile)]
     event = {"ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllGather", "ts": 0, "dur": 5e5}
-    profile.write_text(json.dumps({"traceEvents": [{**event, "args": {"Collective name": "a"}}]}))
+    args = {"Collective name": "a", "Out msg nelems": 2**19, "dtype": "Float"}
+    profile.write_text(json.dumps({"traceEvents": [{**event, "args": args}]}))
     assert main(given) == 0
     out = capsys.readouterr().out
     assert "1 measured collectives match none" in out
