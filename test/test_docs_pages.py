@@ -163,7 +163,7 @@ def run_command(command: str) -> int:
             done = subprocess.run(["make", "-n", *rest], cwd=ROOT, capture_output=True, check=False)
             return done.returncode
         case ["pip", "install", what]:
-            extra = re.fullmatch(r"torch_patches\[(\w+)\]", what)
+            extra = re.fullmatch(r"\.\[(\w+)\]", what)
             return 0 if extra and f'"{extra[1]}"' in text_of("setup.py") else 1
     raise AssertionError(f"no rule runs {command!r}")
 
@@ -249,7 +249,7 @@ def test_block_that_nothing_runs_fails(
         (Block("new.md", 1, "console", "$ python tools/demo.py --no-such\n"), AssertionError),
         (Block("new.md", 1, "console", "$ python tools/none.py\n"), FileNotFoundError),
         (Block("new.md", 1, "console", "$ make no-such-target\n"), AssertionError),
-        (Block("new.md", 1, "console", "$ pip install 'torch_patches[none]'\n"), AssertionError),
+        (Block("new.md", 1, "console", "$ pip install '.[none]'\n"), AssertionError),
     ],
 )
 def test_block_that_is_wrong_fails(
