@@ -154,8 +154,8 @@ def run_command(command: str) -> int:
             return 0  # torch < 2.13: not what is compared
         case ["torch-patches", *rest]:
             return cli.main(rest)
-        case ["torchrun", *_, "-m", "torch_patches", "calibrate", table]:
-            return calibrated(table)
+        case ["torchrun", *rest] if "calibrate" in rest:
+            return calibrated(rest[rest.index("calibrate") + 1])
         case ["python" | "torchrun", *rest]:
             place = next(i for i, each in enumerate(rest) if each.startswith("tools/"))
             return run_tool(rest[place], rest[place + 1 :])
