@@ -26,7 +26,7 @@ LLAMA = ROOT / "test" / "data" / "llama_8l_fsdp8.json.gz"
 TITLE = re.compile(r"([\w ]+): ([\d.]+) ms, compute stands still for ([\d.]+) ms, (\d+) launches")
 #: Pictures of the docs: file, graph, mode.
 DRAWN = [
-    # timeline.svg is the demo's: test_demo_claims.py
+    # timeline.svg (bw, auto) is the demo's: test_demo_claims.py
     ("timeline_blocks_fw", "fw", "transformer_block"),
     ("timeline_blocks_bw", "bw", "transformer_block"),
 ]
