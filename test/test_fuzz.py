@@ -81,11 +81,7 @@ def test_a_planted_fault_is_found_and_printed_as_a_short_program(
         campaign.run(number)
         number += 1
         assert number < 60
-    assert set(campaign.tally.failures) <= {
-        "graphs invariant a",
-        "graphs invariant b",
-        "graphs invariant f",
-    }
+    assert set(campaign.tally.failures) <= {f"graphs invariant {letter}" for letter in "abf"}
     (script,) = tmp_path.glob("failure_graphs_*.py")
     lines = [line for line in script.read_text().splitlines() if not line.startswith("#")]
     assert len(lines) <= 25

@@ -46,7 +46,8 @@ class CapturedGraphs:
         """A piece with at least one collective, and what it takes to run it."""
         sources = self._sources(r.choice(self._paths))
         source = r.choice(sources)
-        if r.random() < 0.02 and len(source.gm.graph.nodes) <= _MOST_NODES:
+        whole = len(source.gm.graph.nodes) <= _MOST_NODES and not _attributes(source.gm)
+        if whole and r.random() < 0.02:
             return copy.deepcopy(source.gm), source.description
         while True:
             length = r.choice(_LENGTHS)
@@ -68,6 +69,11 @@ class CapturedGraphs:
                 if collect(gm.graph).collectives
             ]
         return self._read[path]
+
+
+def _attributes(gm: fx.GraphModule) -> list[fx.Node]:
+    """Values that a capture has no data of."""
+    return list(gm.graph.find_nodes(op="get_attr"))
 
 
 def _add_strided(groups: dict[str, list[list[int]]], world: int) -> None:

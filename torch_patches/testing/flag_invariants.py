@@ -85,16 +85,17 @@ def _check_fusion(
 
 
 def _is_refused(gm: fx.GraphModule, options: Options) -> bool:
-    """A plan of modules that this graph does not have, which is an error where the user wants it."""
-    if not options.reads_modules or options.module_plan_unmatched != "error":
+    """A plan of which two entries match one module of this graph, or an entry nothing where that is
+    an error: the user's mistakes, which raise and change nothing."""
+    if not options.reads_modules:
         return False
     changed = copy.deepcopy(gm)
     try:
         pipeline.run_post_grad(changed.graph, options)
-    except ModulePlanError:
+    except ModulePlanError as error:
         if str(changed.graph) != str(gm.graph):
             raise InvariantError("j", f"half done:\n{gm.graph}\n{changed.graph}") from None
-        return True
+        return options.module_plan_unmatched == "error" or "both match" in str(error)
     except Exception:
         return False  # is found again by the other checks
     return False
@@ -140,7 +141,7 @@ def check_bad_estimation(gm: fx.GraphModule, options: Options, estimation: objec
     changed = copy.deepcopy(gm)
     try:
         pipeline.run_post_grad(changed.graph, replace(bad, insert_overlap_deps=False))
-    except EstimationError:
+    except (EstimationError, ModulePlanError):  # the plan is read first
         if str(changed.graph) != str(gm.graph):
             raise InvariantError("j", f"half done:\n{gm.graph}\n{changed.graph}") from None
     except Exception as error:

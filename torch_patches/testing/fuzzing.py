@@ -181,7 +181,7 @@ class Examples:
                 tally.no_programs += 1
             except InvariantError as error:
                 problem, _, program = str(error).partition("\n\n")
-                raise FoundError(f"invariant {error.letter}", problem, program) from error
+                raise FoundError(f"invariant {error.kind}", problem, program) from error
 
 
 def _checked(

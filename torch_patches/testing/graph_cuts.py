@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
 import torch.fx as fx
+from torch._subclasses import FakeTensor
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 
@@ -52,7 +54,7 @@ def stretch(gm: fx.GraphModule, begin: int, end: int) -> fx.GraphModule:
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for outside in _read_by(nodes, gm):
-        if outside.op == "get_attr":
+        if outside.op == "get_attr" and not _is_fake(gm, outside):
             made[outside] = graph.node_copy(outside)
         else:
             made[outside] = graph.placeholder(outside.name)
@@ -86,7 +88,12 @@ def _read_by(nodes: Sequence[fx.Node], gm: fx.GraphModule) -> list[fx.Node]:
     inside = set(nodes)
     read = {n for node in nodes for n in node.all_input_nodes if n not in inside}
     ordered = [n for n in gm.graph.nodes if n in read]
-    return sorted(ordered, key=lambda n: n.op == "get_attr")
+    return sorted(ordered, key=lambda n: n.op == "get_attr" and not _is_fake(gm, n))
+
+
+def _is_fake(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """An attribute of a captured graph has no data."""
+    return isinstance(operator.attrgetter(str(node.target))(gm), FakeTensor)
 
 
 def _is_value(node: fx.Node) -> bool:

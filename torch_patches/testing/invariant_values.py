@@ -10,6 +10,7 @@ strides and which of the inputs and outputs share storage.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,13 @@ class InvariantError(AssertionError):
     def __init__(self, letter: str, problem: str) -> None:
         super().__init__(f"({letter}) {problem}")
         self.letter = letter
+
+    @property
+    def kind(self) -> str:
+        """The letter, and the error's type where the pipeline raised: failures of one kind have one
+        cause as far as one can tell."""
+        raised = re.search(r"raised (\w+)", str(self))
+        return self.letter + (f" {raised[1]}" if raised else "")
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,9 +32,9 @@ def check_invariants(
     except InvariantError as error:
         small, found = gm, error
         if shrink:
-            options = _simplest(gm, description, options, error.letter)
+            options = _simplest(gm, description, options, error.kind)
             small, description, found = _smallest(gm, description, options, error)
-            small = _without_modules(small, description, options, error.letter)
+            small = _without_modules(small, description, options, error.kind)
         program = reproduction(small, description, options)
         raise InvariantError(found.letter, f"{str(found)[4:]}\n\n{program}") from error
 
@@ -77,38 +77,38 @@ def _value_code(value: object) -> str:
     return str(getattr(value, "__name__", None) or repr(value))
 
 
-def _simplest(
-    gm: fx.GraphModule, description: Description, options: Options, letter: str
-) -> Options:
+def _simplest(gm: fx.GraphModule, description: Description, options: Options, kind: str) -> Options:
     """With defaults in the place of all values that the failure does not take."""
     plain = Options()
     for names in _TOGETHER:
         changes = {name: getattr(plain, name) for name in names}
         if any(getattr(options, name) != value for name, value in changes.items()):
             simpler = replace(options, **changes)
-            if _failure(gm, description, simpler, letter) is not None:
+            if _failure(gm, description, simpler, kind) is not None:
                 options = simpler
     return options
 
 
-#: Fields that go back to their defaults at once; "bucketing_mode" says what is checked.
+#: What says what is checked, and a plan that its mode cannot be without.
+_NEEDED = ("bucketing_mode", "module_bucket_plans")
+#: Fields that go back to their defaults at once.
 _TOGETHER = (
     ("calibration", "calibration_digest", "calibration_file"),
     ("custom_runtime_estimation", "estimation_digest"),
     ("module_stack_fn", "module_stack_digest"),
-    *((f.name,) for f in fields(Options) if f.name != "bucketing_mode"),
+    *((f.name,) for f in fields(Options) if f.name not in _NEEDED),
 )
 
 
 def _without_modules(
-    gm: fx.GraphModule, description: Description, options: Options, letter: str
+    gm: fx.GraphModule, description: Description, options: Options, kind: str
 ) -> fx.GraphModule:
     """Without the marks of modules, if the failure does not take them."""
     bare = copy.deepcopy(gm)
     for node in bare.graph.nodes:
         for mark in ("nn_module_stack", "fwd_nn_module_stack"):
             node.meta.pop(mark, None)
-    return bare if _failure(bare, description, options, letter) is not None else gm
+    return bare if _failure(bare, description, options, kind) is not None else gm
 
 
 def _smallest(
@@ -123,7 +123,7 @@ def _smallest(
         for begin in range(0, len(pieces), size):
             attempts += 1
             candidate = _without(gm, description, set(pieces[begin : begin + size]))
-            found = _failure(*candidate, options, error.letter)
+            found = _failure(*candidate, options, error.kind)
             if found is not None:
                 (gm, description), error, progress = candidate, found, True
         if not progress or size > 1:
@@ -132,13 +132,13 @@ def _smallest(
 
 
 def _failure(
-    gm: fx.GraphModule, description: Description, options: Options, letter: str
+    gm: fx.GraphModule, description: Description, options: Options, kind: str
 ) -> InvariantError | None:
     """The violation of the same invariant; None for another one, for none and for illegal graphs."""
     try:
         find_violation(gm, description, options)
     except InvariantError as found:
-        return found if found.letter == letter else None
+        return found if found.kind == kind else None
     except Exception:  # what is left is no program
         return None
     return None
