@@ -1,0 +1,90 @@
+"""The mutation check: what it changes, and which tests it runs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def tool() -> Any:
+    spec = importlib.util.spec_from_file_location("mutants", ROOT / "tools" / "mutants.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["mutants"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+SOURCE = '''
+LIMIT = 3
+
+def f(x: int = 1) -> int:
+    """Up to 3."""
+    log.debug("f %s", x)
+    total = 0
+    for y in range(x):
+        if y < LIMIT and not done(y):
+            total += y
+            continue
+        note(y)
+    return max(total, -x)
+'''
+
+
+def changed(tool: Any, number: int | None) -> str:
+    return ast.unparse(tool.Changer("f.py", number).visit(ast.parse(SOURCE)))
+
+
+def test_every_mutant_is_one_change(tool: Any) -> None:
+    lister = tool.Changer("f.py")
+    lister.visit(ast.parse(SOURCE))
+    plain = changed(tool, None)
+    assert plain == ast.unparse(ast.parse(SOURCE))
+    for mutant in lister.found:
+        lines = zip(plain.splitlines(), changed(tool, mutant.number).splitlines(), strict=True)
+        assert sum(a != b for a, b in lines) == 1, mutant
+    assert sorted(m.what for m in lister.found) == [
+        "0 -> 1", "3 -> 4", "And -> Or", "Lt -> LtE", "condition turned over",
+        "continue -> break", "dropped: note(y)", "dropped: total += y", "max -> min", "not dropped",
+    ]  # fmt: skip
+    functions = {m.what: m.function for m in lister.found}
+    assert functions["3 -> 4"] == 0
+    assert functions["Lt -> LtE"] == 4
+
+
+def test_all_files_have_mutants_that_compile(tool: Any) -> None:
+    mutants = tool.all_mutants()
+    assert {m.file.split("/")[0] for m in mutants} == {"graph", "passes", "estimate"}
+    assert len(mutants) > 5000
+    for mutant in tool.sample(20, 0):
+        loader = tool._MutantLoader("m", str(tool.SOURCES / mutant.file))
+        loader.mutant = mutant
+        assert loader.get_code("m") is not None
+
+
+def test_fewer_mutants_are_the_first_of_more(tool: Any) -> None:
+    assert tool.sample(5, 7) == tool.sample(9, 7)[:5]
+    assert tool.sample(5, 7) != tool.sample(5, 8)
+
+
+def test_quick_tests_come_first_and_others_are_left_out(tool: Any) -> None:
+    calls = {
+        "slow": {"seconds": 9.0, "functions": ["graph/nodes.py:10"]},
+        "quick": {"seconds": 0.1, "functions": ["graph/nodes.py:10", "graph/nodes.py:20"]},
+        "too slow": {"seconds": 30.0, "functions": ["graph/nodes.py:10"]},
+        "elsewhere": {"seconds": 0.1, "functions": ["graph/tags.py:10"]},
+    }
+    runner = tool.Runner(calls)
+    assert runner.tests(tool.Mutant("graph/nodes.py", 12, 10, "", 0)) == (["quick", "slow"], 9.1)
+    assert runner.tests(tool.Mutant("graph/nodes.py", 22, 20, "", 0))[0] == ["quick"]
+    assert runner.tests(tool.Mutant("graph/nodes.py", 1, 0, "", 0))[0] == ["quick", "slow"]
+    assert runner.run(tool.Mutant("graph/sizes.py", 1, 0, "", 0)) == "not entered"
