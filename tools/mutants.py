@@ -330,9 +330,10 @@ def _import_torch() -> None:
     torch.set_num_threads(1)
 
 
-def sample(count: int, seed: int) -> list[Mutant]:
-    """Drawn from all, in the order of the draw, so that fewer are the first of more."""
-    mutants = all_mutants()
+def sample(count: int, seed: int, files: Sequence[str] = ()) -> list[Mutant]:
+    """Drawn from all, or from those of some files, in the order of the draw, so that fewer are the
+    first of more."""
+    mutants = [m for m in all_mutants() if not files or m.file in files]
     Random(seed).shuffle(mutants)
     return mutants[:count]
 
@@ -359,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runner = Runner(json.loads(options.calls.read_text()))
     results: list[dict[str, Any]] = []
     counts: Counter[str] = Counter()
-    mutants = sample(options.first + options.count, options.seed)[options.first :]
+    mutants = sample(options.first + options.count, options.seed, options.files)[options.first :]
     for mutant, outcome in run_all(mutants, runner, options.minutes):
         counts[outcome] += 1
         results.append({**asdict(mutant), "outcome": outcome})
@@ -378,6 +379,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--map", type=Path, help="only run tests, and write here what they call")
     parser.add_argument("--tests", nargs="+", default=[], help="files for --map; default: many")
     parser.add_argument("--calls", type=Path, help="what --map wrote")
+    parser.add_argument("--files", nargs="+", default=[], help="only these, as passes/auto.py")
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--first", type=int, default=0, help="leave out so many of the sample")
     parser.add_argument("--seed", type=int, default=0)
