@@ -248,6 +248,17 @@ def test_nothing_crosses_a_side_effect() -> None:
     assert order.index(early) < order.index(fence) < order.index(late)
 
 
+def test_a_reduction_behind_a_side_effect_is_hidden_too() -> None:
+    """barrier(x);  mm(x) -> RS -> W;  mm(y): the wait moves behind the second product."""
+    b = GraphBuilder()
+    x, y = (b.placeholder(4096, 4096, dtype=torch.bfloat16) for _ in range(2))
+    b.call(barrier, x)
+    reduced = b.scatter_and_wait(b.call(aten.mm, x, x), "sum", 8, "g")
+    report = optimize(b.output(b.call(aten.mm, y, y), reduced))
+    assert report.exposed_ms_before > 0.05
+    assert report.exposed_ms_after == 0
+
+
 def test_order_of_starts_is_the_same_for_other_names_and_hints() -> None:
     """What a plan reads is shared by all ranks: no names, no views that only some ranks have."""
     one, two = model(8), model(8)
