@@ -16,7 +16,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.metrics import (
     displaced_share,
     max_consecutive_compute_between_reduce_scatters,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import tensors_of
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import tensors_of, wait_source
 from torch_patches._inductor.fx_passes.comm_overlap.graph.ordering import check_order, relink
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.pipeline import optimize_graph
@@ -86,6 +86,19 @@ class TestForms:
         b = GraphBuilder()
         waits = [b.gather_and_wait(b.placeholder(*s), 2, "g") for s in ((2, 3), (4,))]
         return b.output(*[b.call(aten.neg, w) for w in waits])
+
+    def test_coalesced_keeps_the_waits_of_its_members(self):
+        """Others may know them: order dependencies, moves, names in a profile."""
+        gm = self._two_gathers()
+        waits = [n for n in gm.graph.nodes if wait_source(n) is not None]
+        users = [list(wait.users) for wait in waits]
+        optimize_graph(gm, Options("topo_span", bucket_mode="coalesced"))
+        assert [n for n in gm.graph.nodes if wait_source(n) is not None] == waits
+        assert [list(wait.users) for wait in waits] == users
+        for wait in waits:
+            part = wait_source(wait)
+            assert part.target is operator.getitem
+            assert BUCKET_MARK in part.args[0].meta
 
     def test_coalesced_is_one_launch_with_a_wait_for_each_member(self):
         after, _ = optimized(self._two_gathers(), "coalesced")
@@ -363,7 +376,7 @@ class TestPlacement:
     """Only what must move moves."""
 
     def _displaced(self, gm, form):
-        before = list(gm.graph.nodes)
+        before = [n for n in gm.graph.nodes if wait_source(n) is None]  # all go into the bucket
         report = optimize_graph(gm, Options("topo_span", bucket_mode=form))
         assert len(report.buckets) == 1
         assert report.displaced_share == displaced_share(before, list(gm.graph.nodes))

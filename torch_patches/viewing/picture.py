@@ -279,9 +279,11 @@ class _Curve:
 
 
 def displaced(before: RunRecord, after: RunRecord) -> tuple[str, ...]:
-    """Names of calls in both that are outside a longest common subsequence; n log n."""
+    """Names of calls in both that are outside a longest common subsequence; n log n.  The waits of a
+    bucket go where it goes, as its starts do."""
     place = {n: i for i, n in enumerate(before.names) if before.ops[i] not in _NO_CALLS}
-    names = [name for name in after.names if name in place]
+    merged = {after.names[w] for x in after.launches if x.bucket is not None for w in x.waits}
+    names = [name for name in after.names if name in place and name not in merged]
     tails: list[int] = []
     lengths: list[int] = []
     for name in names:

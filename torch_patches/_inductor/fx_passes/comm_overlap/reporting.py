@@ -150,7 +150,10 @@ def build_report(
 ) -> Report:
     """Assembles the report of a run whose plan has been applied to ``graph``."""
     buckets = tuple(describe_bucket(bucket) for bucket in plan.buckets)
-    share = displaced_share(before.nodes, tuple(graph.nodes))
+    # The waits of a bucket go where it goes, as its starts do, whether they are new nodes or not.
+    merged = {wait for b in plan.buckets for member in b.members for wait in member.waits}
+    others = [node for node in before.nodes if node not in merged]
+    share = displaced_share(others, tuple(graph.nodes))
     launches = tuple(launch_texts(after, before.collectives))
     return Report(
         mode=options.bucketing_mode,
@@ -165,7 +168,7 @@ def build_report(
         max_topo_span=options.max_topo_span,
         closes=dict(Counter(b.close_reason for b in buckets)),
         displaced_share=share,
-        moved=round(share * _count_surviving(before.nodes, graph)),
+        moved=round(share * _count_surviving(others, graph)),
         max_consecutive_compute_before=before.max_consecutive_compute,
         max_consecutive_compute_after=max_consecutive_compute_between_reduce_scatters(graph),
         operations=plan.operations,

@@ -57,19 +57,19 @@ def emit_coalesced(emitter: Emitter, bucket: Bucket, index: int) -> Merged:
     )
     mark(merged, index, bucket)
     parts: list[fx.Node] = []
-    waits: dict[fx.Node, fx.Node] = {}
+    waits: list[fx.Node] = []
     for place, member in enumerate(members):
         start = member.start
         part = emitter.call(operator.getitem, (merged, place), start, start.meta["val"])
         emitter.replace(start, part)
         parts.append(part)
-        waits.update({wait: _renew(emitter, wait) for wait in member.waits})
-    emitter.erase([*waits, *starts])
+        waits.extend(member.waits)
+    emitter.erase(starts)
     return Merged(
         start=merged,
         start_nodes=(*made, merged, *parts),
-        wait_nodes=tuple(waits.values()),
-        replaced={**dict.fromkeys(starts, merged), **waits},
+        wait_nodes=tuple(waits),
+        replaced=dict.fromkeys(starts, merged),
     )
 
 
@@ -134,10 +134,3 @@ def _is_cast_of_input(payload: fx.Node, ordered: Set[fx.Node]) -> bool:
     while isinstance(node, fx.Node) and node.op == "call_function":
         node = passed_on(node)
     return isinstance(node, fx.Node) and node.op == "placeholder"
-
-
-def _renew(emitter: Emitter, wait: fx.Node) -> fx.Node:
-    """A wait like ``wait``, which by now reads the merged start; it takes over all uses."""
-    new = emitter.call(wait.target, wait.args, wait, wait.meta.get("val"), dict(wait.kwargs))  # type: ignore[arg-type]
-    emitter.replace(wait, new)
-    return new
