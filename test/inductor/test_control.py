@@ -13,8 +13,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     BUCKET_MARK,
     collect,
     collective_kind,
+    find_starts_and_waits,
     number_nodes,
-    waits_by_start,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.control import (
     Overlap,
@@ -350,7 +350,7 @@ def overlaps_of(graph):
     """Everything that stands between a start and its first wait."""
     numbers = number_nodes(graph)
     result = []
-    for start, waits in waits_by_start(graph).items():
+    for start, waits in find_starts_and_waits(graph)[1].items():
         first = min(numbers[w] for w in waits)
         compute = tuple(n for n in graph.nodes if numbers[start] < numbers[n] < first)
         result.append(Overlap(start, compute, tuple(waits)))

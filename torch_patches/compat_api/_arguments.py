@@ -116,7 +116,7 @@ class ScaledModel(RuntimeModel):
         self, graph: fx.Graph, skeleton: Skeleton, sizes: ResultBytes | None = None
     ) -> dict[fx.Node, ComputeCost]:
         costs = super().node_costs(graph, skeleton, sizes)
-        return {node: replace(c, ms=c.ms * self.compute_scale) for node, c in costs.items()}
+        return {node: c._replace(ms=c.ms * self.compute_scale) for node, c in costs.items()}
 
 
 def model_of(options: Options, compute_scale: float = 1.0) -> RuntimeModel:

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from unittest import mock
 
 import torch.distributed as dist
@@ -198,7 +197,7 @@ def copies_in(
             group_size = node.args[1]
             assert isinstance(group_size, int)
             moved = read + _result_bytes(node) / group_size
-            result[node] = replace(cost, ms=max(moved / rate, device.kernel_us / 1e3))
+            result[node] = cost._replace(ms=max(moved / rate, device.kernel_us / 1e3))
     return result
 
 

@@ -22,7 +22,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     CONSIDERED_MARK,
     SCHEDULED_MARK,
     collect,
-    find_starts,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
 from torch_patches._inductor.fx_passes.comm_overlap.graph.control import (
@@ -147,7 +146,7 @@ def change_graph(
         else:
             change = _bucket(graph, skeleton, options, before, estimated)
         change = replace(change, fused=fused, was=was if fused.fusions else None)
-        _mark_considered(graph, options)
+        _mark_considered(change.after, options)
         made = _report(graph, options, change, observer)
         if change.overlapped is not None and options.insert_overlap_deps:
             made = _hold_order(graph, change.overlapped.hidings(), made)
@@ -291,10 +290,10 @@ def _observed(
         return report
 
 
-def _mark_considered(graph: fx.Graph, options: Options) -> None:
+def _mark_considered(after: Skeleton, options: Options) -> None:
     """So that a second run with the same options changes nothing."""
     fingerprint = options.fingerprint()
-    for start in find_starts(graph):
+    for start in (collective.start for collective in after.collectives):
         marks = {} if BUCKET_MARK in start.meta else {CONSIDERED_MARK: fingerprint}
         if options.schedules:
             marks[SCHEDULED_MARK] = fingerprint

@@ -12,8 +12,7 @@ stated fallback, so every rank gets the same numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.fx as fx
@@ -25,6 +24,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.fusion import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     ResultBytes,
+    inputs_of,
     tensors_of,
     traits_of,
 )
@@ -37,8 +37,7 @@ _ATTENTION = "_scaled_dot_product"
 _NOT_COUNTED = (AssertionError, AttributeError, IndexError, TypeError, ValueError)
 
 
-@dataclass(frozen=True)
-class ComputeCost:
+class ComputeCost(NamedTuple):
     """What a compute node takes.
 
     Args:
@@ -69,13 +68,13 @@ def compute_costs(
     kernel_ms = device.kernel_us / 1e3
     costs: dict[fx.Node, ComputeCost] = {}
     for node, (read_bytes, written_bytes, launches) in memory_traffic(graph, idle, sizes).items():
-        if traits_of(node.target).communicates:
+        traits = traits_of(node.target)
+        if traits.communicates:
             continue
         ms = (read_bytes + written_bytes) / bytes_per_ms
         if launches and kernel_ms > ms:
             ms = kernel_ms
-        amount = counter.flops(node)
-        if amount:
+        if not traits.is_pointwise and (amount := counter.flops(node)):
             ms = max(ms, _arithmetic_ms(node, amount, device))
         costs[node] = ComputeCost(ms, int(launches))
     return costs
@@ -87,7 +86,7 @@ def _arithmetic_ms(node: fx.Node, amount: int, device: Device) -> float:
 
 
 def _operand_dtype(node: fx.Node) -> torch.dtype:
-    for source in node.all_input_nodes:
+    for source in inputs_of(node):
         for tensor in tensors_of(source.meta.get("val")):
             return tensor.dtype
     return torch.float32

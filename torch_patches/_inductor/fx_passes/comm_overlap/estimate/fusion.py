@@ -13,14 +13,16 @@ lower bound of the traffic.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    OpTraits,
     ResultBytes,
     first_argument,
+    inputs_of,
     is_joint_copy,
     is_view,
     op_name,
@@ -57,7 +59,10 @@ class Traffic(NamedTuple):
 
 def is_fusible(node: fx.Node) -> bool:
     """Whether Inductor makes it part of a generated kernel."""
-    traits = traits_of(node.target)
+    return _is_fusible(node, traits_of(node.target))
+
+
+def _is_fusible(node: fx.Node, traits: OpTraits) -> bool:
     if traits.namespace not in ("aten", "prims"):
         return False
     if traits.is_pointwise or traits.is_cast or traits.name in _FUSIBLE_NAMES:
@@ -86,34 +91,42 @@ def memory_traffic(
     result: dict[fx.Node, Traffic] = {}
     for node, region in regions.items():
         read = 0
-        views: dict[fx.Node, list[fx.Node]] = {}
-        for view in node.all_input_nodes:
-            views.setdefault(sources[view], []).append(view)
-        for source, viewed in views.items():
-            if region in joint:
+        is_joint = region in joint
+        picks_rows = traits_of(node.target).name in _ROW_PICKERS
+        for source, views in _by_source(inputs_of(node), sources):
+            if is_joint:
                 if regions.get(source) is region or (region, source) in seen:
                     continue
                 seen.add((region, source))
-            read += _read_bytes(node, source, viewed, idle, sizes)
+            if picks_rows:  # as many as it returns
+                read += min(sizes[source], sizes[node])
+            elif len(views) == 1 and views[0] is source:
+                read += sizes[source]
+            else:
+                read += _read_bytes(source, views, idle, sizes)
         written = sizes[node] if _leaves(node, regions) else 0
         result[node] = Traffic(read, written, region is node)
     return result
 
 
+def _by_source(
+    inputs: Collection[fx.Node], sources: Mapping[fx.Node, fx.Node]
+) -> Iterable[tuple[fx.Node, Sequence[fx.Node]]]:
+    """What a node is given, by what it is a view of."""
+    if len(inputs) == 1:
+        (only,) = inputs
+        return ((sources[only], (only,)),)
+    views: dict[fx.Node, list[fx.Node]] = {}
+    for view in inputs:
+        views.setdefault(sources[view], []).append(view)
+    return views.items()
+
+
 def _read_bytes(
-    node: fx.Node,
-    source: fx.Node,
-    views: Sequence[fx.Node],
-    idle: Set[fx.Node],
-    sizes: ResultBytes,
+    source: fx.Node, views: Sequence[fx.Node], idle: Set[fx.Node], sizes: ResultBytes
 ) -> int:
-    """What a kernel reads of a tensor: the views it was given of it, at most all of it; rows that
-    an embedding picks count as many as it returns."""
+    """What a kernel reads of a tensor: the views it was given of it, at most all of it."""
     whole = sizes[source]
-    if traits_of(node.target).name in _ROW_PICKERS:
-        return min(whole, sizes[node])
-    if len(views) == 1 and views[0] is source:
-        return whole
     read = sum([sizes[view] for view in views])
     # A short shard counts as what it is padded to: so much others have.
     if read > whole and any(_is_padded(v, source, idle) for v in views):
@@ -163,7 +176,7 @@ def _read(
     parent: dict[fx.Node, fx.Node] = {}  # of the same region, further down; itself at the end
     fusible: dict[fx.Node, int] = {}  # levels of those that are
     for node in graph.nodes:
-        inputs = node.all_input_nodes
+        inputs = inputs_of(node)
         level = 0
         for n in inputs:
             if below[n] > level:
@@ -172,12 +185,13 @@ def _read(
         sources[node] = node
         if node.op != "call_function":
             continue
-        if traits_of(node.target).is_view or node in idle:
+        traits = traits_of(node.target)
+        if traits.is_view or node in idle:
             viewed = _viewed(node)
             sources[node] = node if viewed is None else sources[viewed]
             continue
         parent[node] = node
-        if not is_fusible(node):
+        if not _is_fusible(node, traits):
             below[node] = level + 1
             continue
         fusible[node] = level

@@ -22,7 +22,11 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     BUCKET_MARK,
     MEMBER_MARK,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import is_joint_copy, tensors_of
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    inputs_of,
+    is_joint_copy,
+    tensors_of,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import decision_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import (
     data_inputs,
@@ -63,14 +67,12 @@ def with_shared_costs(
     """
     device = model.device
     rate = device.dram_gb_per_s * device.dram_efficiency * 1e6  # bytes a ms
-    result: dict[fx.Node, ComputeCost] = {}
-    for node, cost in costs.items():
-        if node in skeleton.idle:
-            continue
-        size = shard_bytes.get(node) if model.custom is None else None
-        if size is not None:
-            cost = ComputeCost(2 * size / rate, cost.launches)
-        result[node] = cost
+    idle = skeleton.idle
+    result = {node: cost for node, cost in costs.items() if node not in idle}
+    if model.custom is None:
+        for node, size in shard_bytes.items():
+            if node in result:
+                result[node] = ComputeCost(2 * size / rate, result[node].launches)
     return result
 
 
@@ -161,6 +163,6 @@ def _count_results(
             seen.add(user)
             _set(user, count, result)
             pending.append(user)
-            for source in user.all_input_nodes:
+            for source in inputs_of(user):
                 if source not in result and _elements(source) == _elements(user):
                     _count_sources([(source, count)], result)

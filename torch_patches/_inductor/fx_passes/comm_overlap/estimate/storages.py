@@ -26,6 +26,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     OpTraits,
     ResultBytes,
     first_argument,
+    inputs_of,
     tensors_of,
     traits_of,
     wait_source,
@@ -85,7 +86,7 @@ class Storages:
     def visit(self, node: fx.Node, place: int) -> None:
         """Takes the next node of the order."""
         last_use, everything = self.last_use, self._everything
-        for used in node.all_input_nodes:
+        for used in inputs_of(node):
             for storage in everything[used]:
                 last_use[storage] = place
         traits = traits_of(node.target)
@@ -114,18 +115,25 @@ class Storages:
             self.last_use[storage] = place
 
     def _find_results(self, node: fx.Node, place: int, traits: OpTraits) -> None:
-        everything = self._everything
+        if traits.is_view or traits.returns_alias or node in self._idle:
+            shared = self._shared(node, traits)
+            if shared is not None:
+                self._everything[node] = shared
+                return
+        if node.op == "output":
+            self._everything[node] = ()
+        else:
+            self._make(node, place)
+
+    def _shared(self, node: fx.Node, traits: OpTraits) -> _Indices | None:
+        """What a view or an in-place op hands on; None where it makes something new."""
         if node in self._idle or _shares_storage(node, traits):
             viewed = first_argument(node)
             if isinstance(viewed, fx.Node):
-                everything[node] = self._view(node, viewed)
-                return
+                return self._view(node, viewed)
         if traits.returns_alias and (aliased := _written_arguments(node)):
-            everything[node] = tuple([s for n in aliased for s in everything[n]])
-        elif node.op == "output":
-            everything[node] = ()
-        else:
-            self._make(node, place)
+            return tuple([s for n in aliased for s in self._everything[n]])
+        return None
 
     def _view(self, node: fx.Node, viewed: fx.Node) -> _Indices:
         if node.target is operator.getitem:
@@ -189,7 +197,7 @@ class Storages:
         payloads = _nodes_of(first_argument(start))
         if len(payloads) == count and not self._eager:
             return [self._all(n) for n in payloads]
-        return [tuple(s for n in start.all_input_nodes for s in self._all(n))] * count
+        return [tuple(s for n in inputs_of(start) for s in self._all(n))] * count
 
     def _land(self, result: int, place: int) -> None:
         """A wait at ``place``; a second one for the same result finds nothing in flight."""

@@ -126,14 +126,14 @@ def collect(graph: fx.Graph) -> Skeleton:
     Linear in nodes and edges.  Positions count working nodes only, so that views and aliases, in
     which ranks may differ, do not move anything.
     """
+    communicating = _communicating(graph)
     traffic = TrafficFinder(graph)
-    idle = idle_nodes(graph, traffic)
+    idle = idle_nodes(graph, traffic, communicating)
     positions = count_positions(graph, idle)
     effects = find_effects(graph, is_collective=lambda n: collective_kind(n) is not None)
     numbers = number_nodes(graph)
     fences = [numbers[b.node] for b in effects.barriers if b.kind is BarrierKind.EFFECT]
     places = _Places(positions, fences, numbers)
-    communicating = _communicating(graph)
     waits_of = _waits_by_start(communicating)
     starts = _starts(communicating)
     tagged = any(tag_of(start) is not None for start in starts)
@@ -202,9 +202,13 @@ def _with_positions(effects: Effects, positions: dict[fx.Node, int]) -> tuple[Ba
     return tuple(Barrier(b.node, b.kind, positions[b.node]) for b in effects.barriers)
 
 
-def waits_by_start(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Waits of each start in graph order, looking through views, aliases and getitems."""
-    return _waits_by_start(_communicating(graph))
+def find_starts_and_waits(
+    graph: fx.Graph,
+) -> tuple[dict[fx.Node, CollectiveKind], dict[fx.Node, list[fx.Node]]]:
+    """What starts a collective, and its kind; and the waits of each start, looking through views,
+    aliases and getitems.  Both in graph order."""
+    communicating = _communicating(graph)
+    return _starts(communicating), _waits_by_start(communicating)
 
 
 def find_starts(graph: fx.Graph) -> dict[fx.Node, CollectiveKind]:

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import inputs_of
 from torch_patches._inductor.fx_passes.comm_overlap.plan import BarrierKind, Skeleton
 
 
@@ -56,7 +57,7 @@ def _nodes_reaching(graph: fx.Graph, kept: set[fx.Node]) -> set[fx.Node]:
     reaching = set(kept)
     for node in reversed(graph.nodes):
         if node in reaching:
-            reaching.update(node.all_input_nodes)
+            reaching.update(inputs_of(node))
     return reaching
 
 
@@ -76,11 +77,15 @@ def _build(
     for node in graph.nodes:
         if node not in useful:
             continue
+        is_kept, inputs = node in kept, inputs_of(node)
+        if not is_kept and len(inputs) == 1:
+            nearest[node] = nearest.get(next(iter(inputs)), ())
+            continue
         above: dict[fx.Node, None] = {}
-        for source in node.all_input_nodes:
+        for source in inputs:
             for placed in nearest.get(source, ()):
                 above[placed] = None
-        if node in kept:
+        if is_kept:
             above.update(dict.fromkeys(order_before.get(node, ())))
             if last_fence is not None:
                 above[last_fence] = None
@@ -90,7 +95,7 @@ def _build(
             else:
                 since_fence.append(node)
         direct = _without_implied(above, predecessors)
-        if node not in kept and len(direct) < 2:
+        if not is_kept and len(direct) < 2:
             nearest[node] = direct
             continue
         nodes.append(node)

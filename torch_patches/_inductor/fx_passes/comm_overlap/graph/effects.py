@@ -17,6 +17,7 @@ import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     first_argument,
+    inputs_of,
     is_control_deps,
     is_view,
     op_name,
@@ -181,7 +182,7 @@ def _classify_higher_order(
 
 def _subgraph_nodes(node: fx.Node) -> Iterator[fx.Node]:
     owner = node.graph.owning_module
-    for argument in node.all_input_nodes:
+    for argument in inputs_of(node):
         if argument.op == "get_attr" and owner is not None:
             module = getattr(owner, str(argument.target), None)
             if isinstance(module, fx.GraphModule):
@@ -244,7 +245,7 @@ def _storage_order(
     writer: dict[fx.Node, fx.Node] = {}
     payloads: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
-        inputs = list(node.all_input_nodes)
+        inputs = list(inputs_of(node))
         if is_collective(node):
             payloads[storages.find(node)] = inputs
         if wait_source(node) is not None:
@@ -267,7 +268,7 @@ def _written_nodes(node: fx.Node) -> list[fx.Node]:
     inner = wrapped_node(node)
     target = inner.target if inner is not None else node.target
     if not isinstance(target, torch._ops.OpOverload) or inner is not None:
-        return list(node.all_input_nodes)
+        return list(inputs_of(node))
     if not target._schema.is_mutable:
         return []
     arguments = target._schema.arguments

@@ -44,6 +44,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.emitter import (
 from torch_patches._inductor.fx_passes.comm_overlap.graph.links import common_scaling
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     first_argument,
+    inputs_of,
     is_view,
     op_name,
     wait_source,
@@ -246,7 +247,7 @@ def _before_cast(made: _Recorder, chain: CastChain) -> fx.Node:
 
 def _erase_unread(emitter: Emitter, chain: CastChain) -> None:
     """The chain and the constants that it was padded with, but for what others read."""
-    constants = [n for node in chain.behind for n in node.all_input_nodes if makes_constant(n)]
+    constants = [n for node in chain.behind for n in inputs_of(node) if makes_constant(n)]
     for node in (*reversed(chain.behind), *constants, chain.cast):
         if not node.users:
             emitter.erase([node])

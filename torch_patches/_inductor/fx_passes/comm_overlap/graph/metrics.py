@@ -14,21 +14,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind
 
-_HEAVY_NAMES = frozenset(
-    {
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "addbmm",
-        "_scaled_mm",
-        "_grouped_mm",
-        "_scaled_grouped_mm",
-        "convolution",
-        "convolution_backward",
-    }
-)
-
 
 def is_heavy_compute(node: fx.Node) -> bool:
     """A matmul, convolution or attention: compute long enough to hide a collective under."""
@@ -36,9 +21,7 @@ def is_heavy_compute(node: fx.Node) -> bool:
     traits = traits_of(target)
     if traits.name is None:
         return not traits.is_view and "flex_attention" in str(target)
-    if traits.namespace != "aten":
-        return "flex_attention" in traits.name
-    return traits.name in _HEAVY_NAMES or "scaled_dot_product" in traits.name
+    return traits.is_heavy
 
 
 def max_consecutive_compute_between_reduce_scatters(graph: fx.Graph) -> int:
@@ -52,12 +35,13 @@ def max_consecutive_compute_between_reduce_scatters(graph: fx.Graph) -> int:
     longest = current = 0
     for node in graph.nodes:
         traits = traits_of(node.target)
-        if node.op != "call_function" or traits.is_view or traits.is_pointwise:
-            continue
-        if collective_kind(node) is CollectiveKind.REDUCE_SCATTER:
-            longest, current = max(longest, current), 0
-        elif is_heavy_compute(node):
+        if traits.is_heavy:
             current += 1
+        elif not traits.is_view and (traits.name is None or traits.communicates):
+            if collective_kind(node) is CollectiveKind.REDUCE_SCATTER:
+                longest, current = max(longest, current), 0
+            elif node.op == "call_function" and is_heavy_compute(node):
+                current += 1
     return longest
 
 

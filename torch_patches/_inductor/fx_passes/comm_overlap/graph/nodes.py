@@ -8,7 +8,7 @@ not differ in them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,12 @@ _SHAPE_ONLY_NAMES = frozenset(
 _CAST_NAMES = frozenset({"_to_copy", "convert_element_type", "to"})
 _COPY_NAMES = frozenset({"clone", "contiguous", "constant_pad_nd", "cat", "split_with_sizes_copy"})
 _CREATION_NAMES = frozenset({"empty", "empty_strided", "full", "ones", "zeros"})
+_HEAVY_NAMES = frozenset(
+    {
+        "mm", "bmm", "addmm", "baddbmm", "addbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm",
+        "convolution", "convolution_backward",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,7 @@ class OpTraits:
         is_copy: rearranges what it is given.
         is_creation: makes a constant of a given shape.
         is_mutable, returns_alias: by its schema.
+        is_heavy: a matrix product, convolution or attention.
     """
 
     namespace: str | None = None
@@ -88,6 +95,7 @@ class OpTraits:
     communicates: bool = False
     is_wait: bool = False
     is_control_deps: bool = False
+    is_heavy: bool = False
 
 
 _NONE = OpTraits()
@@ -138,7 +146,14 @@ def _traits_of_op(target: torch._ops.OpOverload) -> OpTraits:
         returns_alias=any(r.alias_info is not None for r in target._schema.returns),
         communicates=communicates,
         is_wait=communicates and name == "wait_tensor",
+        is_heavy=_is_heavy(namespace, name),
     )
+
+
+def _is_heavy(namespace: str, name: str) -> bool:
+    if namespace != "aten":
+        return "flex_attention" in name
+    return name in _HEAVY_NAMES or "scaled_dot_product" in name
 
 
 def op_namespace(target: object) -> str | None:
@@ -162,6 +177,11 @@ def first_argument(node: fx.Node) -> object:
         return node.args[0]
     names = traits_of(node.target).arguments
     return node.kwargs.get(names[0]) if names else None
+
+
+def inputs_of(node: fx.Node) -> Collection[fx.Node]:
+    """``all_input_nodes`` without the list that it makes each time; not to be kept over a change."""
+    return node._input_nodes
 
 
 def viewed_node(node: fx.Node) -> fx.Node:

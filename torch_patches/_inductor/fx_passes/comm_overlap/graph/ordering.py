@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import inputs_of
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Bucket, CollectiveKind
 
 #: (slot in the input graph, phase within the slot, tie): hoisted, then new, then the node there.
@@ -36,14 +37,14 @@ class Precedence:
             self._after.setdefault(before, []).append(after)
 
     def predecessors(self, node: fx.Node) -> list[fx.Node]:
-        return [*node.all_input_nodes, *self._before.get(node, ())]
+        return [*inputs_of(node), *self._before.get(node, ())]
 
     def successors(self, node: fx.Node) -> list[fx.Node]:
         return [*node.users, *self._after.get(node, ())]
 
     def count_before(self, node: fx.Node) -> int:
         """Number of different predecessors."""
-        inputs = node.all_input_nodes  # different ones
+        inputs = inputs_of(node)  # different ones
         extra = self._before.get(node)
         return len(inputs) if extra is None else len({*inputs, *extra})
 
@@ -181,7 +182,7 @@ def check_order(graph: fx.Graph) -> None:
     above: set[fx.Node] = set()
     names: set[str] = set()
     for node in graph.nodes:
-        if not above.issuperset(node.all_input_nodes):
+        if not above.issuperset(inputs_of(node)):
             raise RuntimeError(f"{node} reads what stands behind it, or is not in the graph")
         above.add(node)
         names.add(node.name)

@@ -13,13 +13,14 @@ whatever that carries.
 from __future__ import annotations
 
 import operator
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     does_work,
     first_argument,
+    inputs_of,
     is_joint_copy,
     op_name,
     traits_of,
@@ -30,9 +31,15 @@ _SPLITS = frozenset({"chunk", "split", "split_with_sizes", "split_with_sizes_cop
 _SHARD_LAYOUT = _SPLITS | {"cat", "clone", "constant_pad_nd", "narrow", "slice"}
 
 
-def idle_nodes(graph: fx.Graph, traffic: TrafficFinder) -> frozenset[fx.Node]:
-    """Nodes that must not count: no work, or the padding and cutting of shards; linear."""
-    around = _around_collectives(graph)
+def idle_nodes(
+    graph: fx.Graph, traffic: TrafficFinder, communicating: Iterable[fx.Node]
+) -> frozenset[fx.Node]:
+    """Nodes that must not count: no work, or the padding and cutting of shards; linear.
+
+    Args:
+        communicating: starts and waits.
+    """
+    around = _around_collectives(graph, communicating)
     return frozenset([n for n in graph.nodes if _is_idle(n, around, traffic)])
 
 
@@ -53,10 +60,10 @@ def _is_piece(node: fx.Node) -> bool:
     return isinstance(source, fx.Node) and op_name(source.target) in _SPLITS
 
 
-def _around_collectives(graph: fx.Graph) -> set[fx.Node]:
+def _around_collectives(graph: fx.Graph, communicating: Iterable[fx.Node]) -> set[fx.Node]:
     """Rearrangements, views and casts that lead from a collective or to one with nothing else in
     between; linear."""
-    collectives = [n for n in graph.nodes if traits_of(n.target).communicates]
+    collectives = [n for n in communicating if traits_of(n.target).communicates]
     behind: set[fx.Node] = set()
     pending = list(collectives)
     while pending:
@@ -67,7 +74,7 @@ def _around_collectives(graph: fx.Graph) -> set[fx.Node]:
     in_front = {n for n in graph.nodes if not n.users and _passes(n)}
     pending = [*collectives, *in_front]
     while pending:
-        passing = [n for n in pending.pop().all_input_nodes if n not in in_front and _passes(n)]
+        passing = [n for n in inputs_of(pending.pop()) if n not in in_front and _passes(n)]
         in_front.update(passing)
         pending.extend(passing)
     return behind | in_front

@@ -20,6 +20,7 @@ import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     has_tensor,
+    inputs_of,
     reads_only_shape,
     traits_of,
     viewed_node,
@@ -50,10 +51,7 @@ def data_inputs(node: fx.Node) -> list[fx.Node]:
 
     A rank without data passes zeros on where others pass their part: that must look the same.
     """
-    inputs = node.all_input_nodes
-    if len(inputs) == 1:
-        return inputs if has_tensor(inputs[0]) else []
-    inputs = [n for n in inputs if has_tensor(n)]
+    inputs = [n for n in inputs_of(node) if has_tensor(n)]
     if len(inputs) < 2:
         return inputs
     return [n for n in inputs if not _is_constant(n)] or inputs
@@ -61,9 +59,10 @@ def data_inputs(node: fx.Node) -> list[fx.Node]:
 
 def _is_constant(node: fx.Node) -> bool:
     while not makes_constant(node):
-        if not passes_through(node) or len(node.all_input_nodes) != 1:
+        inputs = inputs_of(node)
+        if not passes_through(node) or len(inputs) != 1:
             return False
-        node = node.all_input_nodes[0]
+        node = next(iter(inputs))
     return True
 
 
@@ -84,7 +83,7 @@ def finishes_gradient(node: fx.Node) -> bool:
     traits = traits_of(node.target)
     name = traits.name if traits.namespace == "aten" else None
     if name in ("mul", "div"):
-        inputs = node.all_input_nodes
+        inputs = inputs_of(node)
         return len(inputs) == 1 or any(viewed_node(n).op == "placeholder" for n in inputs)
     return name == "add" or name in _OVERWRITES
 
@@ -137,11 +136,11 @@ class TrafficFinder:
         for node in reversed(graph.nodes):
             if node.op == "output":
                 finishing.add(node)
-                above.update(node.all_input_nodes)
+                above.update(inputs_of(node))
             elif node in above and (readers := self._finishing_readers(node, finishing)):
                 terminal.add(node)
                 places[node] = min([places[n] for n in (node, *readers) if n in places])
-                above.update(node.all_input_nodes)
+                above.update(inputs_of(node))
                 if finishes_gradient(node):
                     finishing.add(node)
 

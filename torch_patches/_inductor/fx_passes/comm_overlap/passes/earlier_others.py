@@ -22,7 +22,7 @@ import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.shards import shared_shard_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Timeline
-from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import tensors_of
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import inputs_of, tensors_of
 from torch_patches._inductor.fx_passes.comm_overlap.graph.ordering import Precedence
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import decision_bytes, tensor_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import data_inputs
@@ -149,7 +149,7 @@ class _Walk:
         made, kept = set(window.needed), set[fx.Node]()
         for node in nodes:
             if node not in window.needed and node in self.track.costs:
-                kept.update(self._source(n) for n in node.all_input_nodes)
+                kept.update(self._source(n) for n in inputs_of(node))
         made = {node for node in made if node in self.track.costs}
         extra = collective.size_bytes + sum(map(self._bytes, made | kept))
         working = [node for node in nodes if node not in self.track.skeleton.idle]

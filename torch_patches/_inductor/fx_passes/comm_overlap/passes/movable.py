@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import is_view
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import inputs_of, is_view
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     BarrierKind,
     Collective,
@@ -94,7 +94,7 @@ def _gather(
     start = place[collective.start]
     preparation = _preparation(collective.start, place, fixed, idle)
     inside = {collective.start, *preparation}
-    needed = [place[n] for node in inside for n in node.all_input_nodes if n not in inside]
+    needed = [place[n] for node in inside for n in inputs_of(node) if n not in inside]
     earliest = max(behind, *needed, -1) + 1
     use = min(place[wait] for wait in collective.waits)
     size = collective.size_bytes
@@ -116,7 +116,7 @@ def _preparation(
 ) -> tuple[fx.Node, ...]:
     """Casts that nobody but ``start`` needs, and views and pads, also where others need them."""
     inside, exclusive = {start}, {start}
-    pending = list(start.all_input_nodes)
+    pending = list(inputs_of(start))
     while pending:
         node = pending.pop()
         if node.op != "call_function" or node in fixed or node in exclusive:
@@ -127,6 +127,6 @@ def _preparation(
         inside.add(node)
         if alone:
             exclusive.add(node)
-        pending.extend(node.all_input_nodes)
+        pending.extend(inputs_of(node))
     inside.discard(start)
     return tuple(sorted(inside, key=place.__getitem__))

@@ -21,7 +21,7 @@ import torch.fx as fx
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     collective_kind,
     find_starts,
-    waits_by_start,
+    find_starts_and_waits,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.graph_inputs import (
     Fact,
@@ -30,6 +30,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.graph_inputs import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     has_tensor,
+    inputs_of,
     op_name,
     op_namespace,
     reads_only_shape,
@@ -95,14 +96,13 @@ def plan_tags(
     Raises:
         DescriptorMismatch: outputs and their descriptors differ in number.
     """
-    starts = find_starts(graph)
+    starts, waits_of = find_starts_and_waits(graph)
     facts = read_facts(graph, recorded) if starts else None
     if facts is None:
         untold = CollectiveTag(Traffic.OTHER, TagSource.UNTOLD)
         return dict.fromkeys(starts, untold) if recorded else {}
     origins = _find_origins(graph, facts)
     gradients = _find_gradients(graph, facts, origins)
-    waits_of = waits_by_start(graph)
     tags: dict[fx.Node, CollectiveTag] = {}
     for start, kind in starts.items():
         waits = waits_of.get(start, [])
@@ -157,14 +157,14 @@ def _origin_of_input(node: fx.Node, facts: Facts) -> _Origin | None:
 
 
 def _origin(node: fx.Node, facts: Facts, origins: Mapping[fx.Node, _Origin]) -> _Origin | None:
-    if reads_only_shape(node):
-        return _NEUTRAL
     found: list[_Origin] = []
-    for source in node.all_input_nodes:
+    for source in inputs_of(node):
         if has_tensor(source):
             if source not in origins:  # true of most nodes
-                return None
+                return _NEUTRAL if reads_only_shape(node) else None
             found.append(origins[source])
+    if reads_only_shape(node):
+        return _NEUTRAL
     if not found:
         return _NEUTRAL if _is_aten(node) and op_name(node.target) in _CREATION_OPS else None
     parameters = [o for o in dict.fromkeys(found) if isinstance(o, fx.Node)]
@@ -226,7 +226,7 @@ def _find_gradients(
             fact = _gradient(node, places.get(node, ()), facts, gradients, origins)
             if fact is not None:
                 gradients[node] = fact
-                above.update(node.all_input_nodes)
+                above.update(inputs_of(node))
     return gradients
 
 
@@ -266,7 +266,7 @@ def _finishes(node: fx.Node, gradient: fx.Node, origins: Mapping[fx.Node, _Origi
     prepared the parameter, element by element and with nothing but parameters and constants."""
     if finishes_gradient(node):
         return True
-    others = [n for n in node.all_input_nodes if has_tensor(n) and n is not gradient]
+    others = [n for n in inputs_of(node) if has_tensor(n) and n is not gradient]
     return _is_aten(node) and _prepares(node) and all(n in origins for n in others)
 
 
