@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.fx as fx
@@ -125,6 +126,10 @@ class BucketKey:
     dtype: torch.dtype
     reduce_op: str | None
     device_type: str
+
+    def __hash__(self) -> int:
+        """Without the kind: an enum's own hash is Python code."""
+        return hash((self.group, self.group_size, self.dtype, self.reduce_op))
 
     @property
     def needs_copies(self) -> bool:
@@ -367,8 +372,7 @@ class Bucket:
         return key
 
 
-@dataclass(frozen=True, eq=False)
-class Move:
+class Move(NamedTuple):
     """A node, and the place in the graph's order in front of which it shall stand.
 
     Of a bucket's members the first start and the waits count: the merged nodes go there.

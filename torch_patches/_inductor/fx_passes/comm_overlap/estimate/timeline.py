@@ -239,8 +239,8 @@ class Lanes:
         insort(self.in_air, flight, key=_begin_of)
 
     def compute(self, node: fx.Node, cost: ComputeCost) -> None:
-        ms = cost.ms
-        self.host += cost.launches * self._kernel_ms
+        ms, launches = cost
+        self.host += launches * self._kernel_ms
         self.compute_ms += ms
         begin = self.compute_free if self.compute_free > self.host else self.host
         in_air = self.in_air

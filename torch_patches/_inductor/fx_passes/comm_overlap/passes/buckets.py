@@ -36,7 +36,12 @@ class Merger:
     """Merges collectives in a contracted graph, two at a time.
 
     Strategies that must keep more than the graph's dependencies refine it.
+
+    Attributes:
+        tells_needs: :meth:`needs` says something.
     """
+
+    tells_needs = True
 
     def __init__(self, contracted: AugmentedGraph[fx.Node]) -> None:
         self.contracted = contracted

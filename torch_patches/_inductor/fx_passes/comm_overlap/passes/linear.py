@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch.fx as fx
-
 from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import Merger
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, MergeForm, RefusalReason
@@ -30,6 +28,8 @@ class LinearMerger(Merger):
     Args:
         in_flight_bytes: most bytes of a bucket, None for no bound: all of it is in flight at once.
     """
+
+    tells_needs = False  # the stretches tell
 
     def __init__(self, track: Track, in_flight_bytes: int | None = None) -> None:
         self.why: dict[int, RefusalReason] = {}
@@ -48,10 +48,6 @@ class LinearMerger(Merger):
     @property
     def operations(self) -> int:
         return self._operations
-
-    def needs(self, node: fx.Node, limit: int) -> Sequence[fx.Node]:
-        """None: the stretches tell."""
-        return ()
 
     def can_merge(self, first: Collective, other: Collective) -> bool:
         self._operations += 1

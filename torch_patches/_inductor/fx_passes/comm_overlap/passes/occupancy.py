@@ -23,7 +23,7 @@ class Occupancy:
     """
 
     def __init__(self, track: Track) -> None:
-        self._track = track
+        self._track, self._fixed = track, track.fixed_bytes
         self._change = [0] * (track.slots + 1)  # of extra_bytes, by a later slot than this one
         self.slot = 0
         self.extra_bytes = 0
@@ -40,7 +40,13 @@ class Occupancy:
     @property
     def live_bytes(self) -> int:
         """In this slot."""
-        return self._track.fixed_bytes[self.slot] + self.extra_bytes + self.held_bytes
+        return self._fixed[self.slot] + self.extra_bytes + self.held_bytes
+
+    def note_live(self) -> None:
+        """What lives in this slot."""
+        live = self._fixed[self.slot] + self.extra_bytes + self.held_bytes
+        if live > self.peak_bytes:
+            self.peak_bytes = live
 
     def note_peak(self, live_bytes: int) -> None:
         self.peak_bytes = max(self.peak_bytes, live_bytes)

@@ -132,6 +132,7 @@ class _Scheduler:
         self.pending: dict[str, list[Unit]] = {}
         for unit in reversed(gathers):
             self.pending.setdefault(unit.group, []).append(unit)
+        self.queues = list(self.pending.values())
         self.started: set[int] = set()
         self.used: set[int] = set()  # gathers that were waited for, others that will be later
         self.awaited: set[int] = set()  # others that were waited for where the input does
@@ -180,18 +181,20 @@ class _Scheduler:
     def run(self) -> None:
         track, lanes = self.track, self.lanes
         order, slot = track.order, track.slot
+        memory, late_waits, flying = self.memory, self.late_waits, self.flying
         for place, event in track.events:
-            self.memory.advance(slot[place])
-            if self.late_waits:
-                for collective in self.late_waits.pop(place, ()):
+            if memory.slot < slot[place]:
+                memory.advance(slot[place])
+            if late_waits:
+                for collective in late_waits.pop(place, ()):
                     self._wait_late(place, collective)
             if isinstance(event, ComputeCost):
                 if event.launches:
                     self._enter_slot(place, event.ms)
                 lanes.compute(order[place], event)
-                if event.launches and self.flying:
+                if flying and event.launches:
                     # What is fused with the next kernel needs memory before that is reached.
-                    self.memory.advance(slot[place + 1])
+                    memory.advance(slot[place + 1])
                     self._collect_down_to(self.limits.peak_bytes, place + 1)
             elif event is None:
                 self._start_all(place)
@@ -204,19 +207,20 @@ class _Scheduler:
 
     def _enter_slot(self, place: int, upcoming_ms: float) -> None:
         memory = self.memory
-        memory.note_peak(memory.live_bytes)
+        memory.note_live()
         if self.flying:
             self._collect_done(place)
         if self._start_due(place, upcoming_ms):
-            memory.note_peak(memory.live_bytes)
+            memory.note_live()
 
     # -- gathers -----------------------------------------------------------------------------------
 
     def _start_due(self, place: int, upcoming_ms: float) -> bool:
         """Starts the gathers whose time has come, in order of use; whether there were any."""
         started = False
-        queues = [pending for pending in self.pending.values() if pending]
+        queues = self.queues
         if len(queues) > 1:
+            queues = [pending for pending in queues if pending]
             queues.sort(key=lambda pending: self.queue_place[pending[-1].index])
         for pending in queues:
             while pending and self._is_due(pending[-1], place, upcoming_ms):

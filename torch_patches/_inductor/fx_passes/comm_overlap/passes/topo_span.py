@@ -297,7 +297,7 @@ class _KeyRun:
         """
         if first.segment != candidate.segment or first.wait_segment != candidate.wait_segment:
             return False
-        return not self._depends_on(candidate, blockers)
+        return not (self.merger.tells_needs and self._depends_on(candidate, blockers))
 
     def _depends_on(self, candidate: Collective, blockers: set[fx.Node]) -> bool:
         """A short look upwards that finds most dependencies without a search of the whole range.

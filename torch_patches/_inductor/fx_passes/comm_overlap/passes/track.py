@@ -112,9 +112,13 @@ def read_track(
     for number, size in enumerate(fixed):
         if order[number] in skeleton.idle:
             continue  # a pad of one rank: the others have no such place
-        if number not in starts:
-            by_slot[slot[number]] = max(by_slot[slot[number]], size)
-        peaks[slot[number]] = max(peaks[slot[number]], starts.get(number, size))
+        where = slot[number]
+        if number in starts:
+            size = starts[number]
+        elif size > by_slot[where]:
+            by_slot[where] = size
+        if size > peaks[where]:
+            peaks[where] = size
     fences = frozenset(b.node for b in skeleton.barriers if b.kind is BarrierKind.EFFECT)
     fence_places = sorted(place[fence] for fence in fences)
     movable = {gather.collective.index for gather in gathers} | reductions.keys()
@@ -165,7 +169,7 @@ def _events(
         elif node in costs and node not in prepared:
             cost = costs[node]
             where, part = found[-1] if found else (place, None)
-            if _is_part(part) and not {where, place} & wanted:
+            if _is_part(part) and where not in wanted and place not in wanted:
                 found.pop()
                 cost = ComputeCost(cost.ms + part.ms, cost.launches)
             found.append((place, cost))
