@@ -132,7 +132,8 @@ def _count_sources(payloads: list[tuple[fx.Node, int]], result: dict[fx.Node, in
         _set(node, count, result)
         if node.op != "call_function" or not _is_by_element(node):
             continue
-        inputs, elements = data_inputs(node), _elements(node)
+        inputs = data_inputs(node)
+        elements = _elements(node) if len(inputs) > 1 else 0
         for source in inputs:
             if source not in seen:
                 seen.add(source)

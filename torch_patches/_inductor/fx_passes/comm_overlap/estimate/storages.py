@@ -150,7 +150,10 @@ class Storages:
     def _make(self, node: fx.Node, place: int) -> None:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
-            self._everything[node] = (self._add(self._size(node, value), place),)
+            self._everything[node] = (len(self.sizes),)
+            self.sizes.append(self._size(node, value))
+            self.made_at.append(place)
+            self.last_use.append(place)
             return
         items = value if isinstance(value, (list, tuple)) else (value,)
         tensors = [list(tensors_of(item)) for item in items]

@@ -149,9 +149,10 @@ def cut(
             steps += len(kept)
             if max_steps is not None and steps > max_steps:
                 return None
-            there = reached[end]
-            for before in kept:
-                there.append(_Beginning(step(before.state, load), before.buckets + 1, before, end))
+            reached[end] += [
+                _Beginning(step(before.state, load), before.buckets + 1, before, end)
+                for before in kept
+            ]
     best = min(reached[count], key=lambda b: (_worth(b.state), b.buckets))
     ends: list[int] = []
     found: _Beginning | None = best
@@ -168,6 +169,8 @@ def _worth(state: State) -> float:
 def _unbeaten(beginnings: list[_Beginning], max_states: int) -> list[_Beginning]:
     """Those than which none is as good in all; of many the best so far and some between the one whose
     link is free first and the least late, as any may turn out best."""
+    if len(beginnings) < 2:
+        return beginnings
     beginnings.sort(key=itemgetter(0, 1))  # by state, then buckets
     kept: list[_Beginning] = []
     for beginning in beginnings:
