@@ -27,6 +27,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.caps import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.linear import LinearMerger
 from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
+from torch_patches._inductor.fx_passes.comm_overlap.passes.sizes import WHOLE_ROOM
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import plan_greedily
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track, read_track
 from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import (
@@ -355,3 +356,58 @@ def test_collectives_that_cost_nothing_are_not_tapered() -> None:
     assert key is not None
     sizes = tapering_bytes(track, {key: 1000})
     assert set(sizes.values()) == {1000}
+
+
+# -- where memory is short -------------------------------------------------------------------------
+
+
+def tight_track() -> tuple[Track, Limits]:
+    """Launches cost 5 ms: few large buckets are fastest, and 150 MiB are free beside the rest.
+
+    Gathers and reductions are of two groups, so greedy sizes compete with the program's.
+    """
+    track = track_of(backward(12, "h"), model_of(1.0, 5.0, 100.0))
+    return track, replace(FREE, peak_bytes=max(track.fixed_bytes) + 150 * MIB)
+
+
+def test_buckets_that_exceed_the_cap_become_smaller() -> None:
+    track, limits = tight_track()
+    ways = CapSearch(track, AUTO, limits).ways()
+    best = min(ways, key=lambda way: badness(way, limits))
+    assert best.sizes is not None and best.sizes.room < WHOLE_ROOM
+    assert not excess_bytes(best, limits)
+    others = [w for w in ways if w.sizes is not None and w.sizes.room == WHOLE_ROOM]
+    holding = [total_ms(way) for way in others if not excess_bytes(way, limits)]
+    assert len(holding) < len(others)
+    assert total_ms(best) < min(holding, default=float("inf"))
+
+
+def test_room_is_left_alone_where_the_cap_holds() -> None:
+    track, _ = tight_track()
+    ways = CapSearch(track, AUTO, FREE).ways()
+    assert all(way.sizes is not None and way.sizes.room == WHOLE_ROOM for way in ways)
+
+
+def test_smaller_buckets_are_within_the_budget_of_schedules() -> None:
+    track, limits = tight_track()
+    for budget in (1, 6):
+        options = replace(AUTO, max_schedules=budget)
+        assert len(CapSearch(track, options, limits).ways()) <= budget
+
+
+def test_way_that_failed_is_planned_again_with_smaller_buckets() -> None:
+    """By so much as it exceeded the cap when it was applied."""
+    track, limits = tight_track()
+    ways = CapSearch(track, AUTO, limits).ways()
+    largest = max(ways, key=lambda way: way.schedule.peak_bytes)
+    most = largest.schedule.peak_bytes - 50 * MIB
+    smaller = CapSearch(track, AUTO, limits).shrunk(largest, most)
+    assert smaller.schedule.peak_bytes <= most
+    sizes = [
+        max(sum(m.size_bytes for m in b.members) for b in w.plan.buckets)
+        for w in (smaller, largest)
+    ]
+    assert sizes[0] < sizes[1]
+    assert CapSearch(track, AUTO, limits).shrunk(smaller, most) is smaller
+    asked = replace(largest, sizes=None)  # buckets of the user's
+    assert CapSearch(track, AUTO, limits).shrunk(asked, most) is asked

@@ -9,6 +9,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes import choice
 from torch_patches._inductor.fx_passes.comm_overlap.passes.choice import EstimatedChoice
 from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
+from torch_patches._inductor.fx_passes.comm_overlap.passes.sizes import Sizes
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
 from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import Way
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Plan
@@ -180,6 +181,33 @@ def test_failures_tell_how_careful_the_accounts_are(monkeypatch: pytest.MonkeyPa
     assert taken(chosen) == pytest.approx(7.1)
     chosen.fail(first, excess_bytes=0)
     assert taken(chosen) == 9.0
+
+
+@pytest.mark.parametrize(("excess", "shrinks"), [(250, True), (0, False)])
+def test_a_way_whose_buckets_exceed_the_cap_gets_smaller_ones(
+    monkeypatch: pytest.MonkeyPatch, excess: int, shrinks: bool
+) -> None:
+    """It took 250 more than the cap of 1,000 and planned 300 more: with starts and waits under less
+    memory it still plans 290 more, so buckets shrink in what is left of the cap."""
+    asked: list[tuple[int, int]] = []
+
+    class Search:
+        def __init__(self, track: Track, options: Options, limits: Limits) -> None:
+            self.limits = limits
+
+        def shrunk(self, one: Way, most_bytes: int) -> Way:
+            asked.append((self.limits.peak_bytes, most_bytes))
+            return replace(way(8.0, 40), sizes=one.sizes)
+
+    first = replace(way(7.0, 300), sizes=Sizes((100,)))
+    chosen = choose(monkeypatch, [way(10.0), first], small=True)
+    monkeypatch.setattr(choice, "CapSearch", Search)
+    monkeypatch.setattr(
+        choice, "reschedule", lambda track, one, limits: replace(way(7.2, 290), sizes=one.sizes)
+    )
+    chosen.fail(chosen.next(lambda: TRACK, 100.0) or way(0.0), excess)
+    assert taken(chosen) == (8.0 if shrinks else 10.0)
+    assert asked == ([(CAP - 250, CAP + 50)] if shrinks else [])
 
 
 def test_ways_of_one_name_are_two(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,11 +232,10 @@ class _Row:
 
     def _cap(self, first: Collective, last: _Grain) -> int:
         """Bytes from ``first`` on: of several buckets, as one is in flight when the next one starts."""
-        if self._is_gather:
-            free = self._caps.by_first.get(first.index, sys.maxsize)
-        else:
+        free = self._caps.by_first.get(first.index, sys.maxsize)
+        if not self._is_gather:
             fixed = self._track.fixed_bytes[self._track.slot[last.ready]]
-            free = self._sizes.limits.peak_bytes - fixed
+            free = min(free, self._sizes.limits.peak_bytes - fixed)
         return min(self._most_bytes, free // _TOGETHER)
 
     def _load(self, first: int, end: int) -> Load | None:

@@ -4,6 +4,7 @@
                                                 twice as large? half?
                                                 only gathers? only reductions? only one key?
                                                 smaller at the ends?
+                                                faster, but over the memory cap: in less memory?
                                              -> the best
 
 Each step is one plan and one schedule, both near-linear, and there are ``max_schedules`` at most.
@@ -14,7 +15,7 @@ known by the order in which they appear, since names of groups differ between ra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.saturation import MIB
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
@@ -22,10 +23,22 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.bucket_sizes import D
 from torch_patches._inductor.fx_passes.comm_overlap.passes.caps import (
     BucketCaps,
     fitting_bytes,
+    room_of_reductions,
     tapering_bytes,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.linear import LinearMerger
 from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
+from torch_patches._inductor.fx_passes.comm_overlap.passes.sizes import (
+    LARGEST_MB as LARGEST_MB,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.passes.sizes import (
+    SMALLEST_MB as SMALLEST_MB,
+)
+from torch_patches._inductor.fx_passes.comm_overlap.passes.sizes import (
+    WHOLE_ROOM,
+    Move,
+    Sizes,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import (
     cap_bytes,
     plan_asked,
@@ -46,71 +59,23 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Plan,
 )
 
-#: MB that buckets may hold; the search goes from one to the next.
-SMALLEST_MB, LARGEST_MB = 25, 1600
 #: MB of gathers and of reductions, which are of a wider dtype, from which it sets out; besides the
 #: default ones.
 _SEEDS_MB = ((100, 100), (400, 400), (400, 800))
 #: A second schedule of a plan over the memory cap aims lower by the excess and this part of the cap.
 _MARGIN = 1024
+#: Steps to smaller buckets for a way that exceeded the memory cap when it was applied.
+_MAX_SHRUNK = 4
 #: The host limits a run if it issues its last work behind this share of it.
 _HOST_SHARE = 0.9
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the buckets of one plan.
-
-    Args:
-        caps: bytes by key, keys in order of appearance.
-        dynamic: the dynamic program decides where buckets end, within these sizes.
-        tapered: buckets are smaller at the ends of the graph, where no compute hides them.
-        copied: places of the keys whose buckets are copied together.  The host issues each member of
-            a zero-copy bucket, and one collective of a copied one.
-    """
-
-    caps: tuple[int, ...]
-    tapered: bool = False
-    dynamic: bool = False
-    copied: frozenset[int] = frozenset()
+#: Form and members of each bucket.
+_Made = tuple[tuple[object, ...], ...]
 
 
-@dataclass(frozen=True)
-class _Move:
-    """A step from some sizes to others.
-
-    Args:
-        places: of the keys whose buckets become ``numerator / denominator`` times as large.
-        tapers, copies: turns ``tapered`` over, or ``copied`` for ``places``.
-        cuts: leaves it to the dynamic program where buckets end.
-        widens: to the largest size.
-    """
-
-    places: tuple[int, ...] = ()
-    numerator: int = 1
-    denominator: int = 1
-    tapers: bool = False
-    copies: bool = False
-    cuts: bool = False
-    widens: bool = False
-
-    def of(self, sizes: Sizes) -> Sizes | None:
-        """Where it leads to; None beyond the bounds."""
-        if self.copies:
-            return replace(sizes, copied=sizes.copied ^ frozenset(self.places))
-        if self.cuts:
-            whole = (LARGEST_MB * MIB,) * len(sizes.caps) if self.widens else sizes.caps
-            return (
-                None if sizes.dynamic else replace(sizes, caps=whole, dynamic=True, tapered=False)
-            )
-        if self.tapers and sizes.dynamic:
-            return None
-        caps = list(sizes.caps)
-        for place in self.places:
-            caps[place] = caps[place] * self.numerator // self.denominator
-            if not SMALLEST_MB * MIB <= caps[place] <= LARGEST_MB * MIB:
-                return None
-        return replace(sizes, caps=tuple(caps), tapered=sizes.tapered != self.tapers)
+def _made(plan: Plan) -> _Made:
+    return tuple((b.form, *(m.index for m in b.members)) for b in plan.buckets)
 
 
 class CapSearch:
@@ -128,10 +93,24 @@ class CapSearch:
         # The dynamic program plans each key alone; buckets of several groups get in each other's way.
         self._is_one_group = len({key.group for key in self._largest}) == 1
         self._fitting = fitting_bytes(track, limits)
+        self._free = {**self._fitting, **room_of_reductions(track, limits)}
         self._tried: dict[Sizes, Way] = {}
-        self._ways: dict[tuple[tuple[object, ...], ...], Way] = {}  # by form and members of buckets
+        self._ways: dict[_Made, Way] = {}
         self._schedules = 0
         self._dynamic: DynamicSizes | None = None  # once there is a way to go by
+
+    def shrunk(self, way: Way, most_bytes: int) -> Way:
+        """The way, which was scheduled on the track, with buckets so small that its peak is no more
+        than that; or as near as a few steps lead."""
+        sizes, best = way.sizes, way
+        self._dynamic = DynamicSizes(self._track, self._options, self._limits, way)
+        for _ in range(_MAX_SHRUNK):
+            done = best.schedule.peak_bytes <= most_bytes
+            sizes = None if done or sizes is None else self._unlike(_made(best.plan), sizes)
+            if sizes is None:
+                break
+            best = min(best, self._try(sizes), key=lambda w: w.schedule.peak_bytes)
+        return best
 
     def ways(self) -> list[Way]:
         """All ways that were tried; none where nothing can be merged."""
@@ -140,27 +119,68 @@ class CapSearch:
         return list(self._ways.values())
 
     def _walk(self) -> None:
-        best = min(self._seeds()[: self._options.max_schedules], key=self._badness)
+        seeds = self._seeds()[: self._options.max_schedules]
+        best = min(seeds, key=self._badness)
         self._dynamic = DynamicSizes(self._track, self._options, self._limits, self._try(best))
+        best = self._better(min(seeds, key=self._total_ms), best) or best
         moves = self._moves()
         walking = True
         while walking:
             walking = False
             for move in moves:
-                if move.copies and not self._is_host_bound(best):
-                    continue
-                further = move.of(best)
-                while further is not None and self._can_try(further):
-                    if not self._badness(further) < self._badness(best):
-                        break
-                    best, further, walking = further, move.of(further), True
+                further = self._further(move, best)
+                while further is not None and (better := self._better(further, best)) is not None:
+                    best, further, walking = better, self._further(move, better), True
                 if self._is_settled(best):
                     return
 
     def _is_settled(self, sizes: Sizes) -> bool:
         """The dynamic program has chosen from all sizes, and memory allows it."""
         chosen = sizes.dynamic and self._is_one_group
-        return chosen and not excess_bytes(self._try(sizes), self._limits)
+        return chosen and not self._exceeds(sizes)
+
+    def _exceeds(self, sizes: Sizes) -> int:
+        """By how many bytes, the memory cap."""
+        return excess_bytes(self._try(sizes), self._limits)
+
+    def _better(self, sizes: Sizes, best: Sizes) -> Sizes | None:
+        """These if they are better, or in less memory where they are faster and exceed the cap."""
+        tried: Sizes | None = sizes
+        while tried is not None and self._can_try(tried):
+            if self._badness(tried) < self._badness(best):
+                return tried
+            slower = self._total_ms(tried) >= self._total_ms(best)
+            if not self._exceeds(tried) or (slower and not self._exceeds(best)):
+                return None
+            tried = self._smaller(tried)
+        return None
+
+    def _further(self, move: Move, sizes: Sizes) -> Sizes | None:
+        """Where a move leads to, if it may pay."""
+        if move.fits:
+            return self._smaller(sizes)
+        if move.copies and not self._is_host_bound(sizes):
+            return None
+        return move.of(sizes)
+
+    def _smaller(self, sizes: Sizes) -> Sizes | None:
+        """With so much less memory for each bucket as all together exceed the cap by, at most half,
+        and less still while that makes the same buckets; None where they hold the cap, and where
+        nothing is left."""
+        excess = self._exceeds(sizes)
+        if not excess:
+            return None
+        free = max(self._limits.peak_bytes - max(self._track.fixed_bytes), 0)
+        room = min(max(sizes.room * free // (free + excess), sizes.room // 2), sizes.room * 7 // 8)
+        return self._unlike(_made(self._plan(sizes)), replace(sizes, room=room))
+
+    def _unlike(self, made: _Made, sizes: Sizes) -> Sizes | None:
+        """These, or less memory for each bucket, that make other buckets than ``made``."""
+        while sizes.room:
+            if _made(self._plan(sizes)) != made:
+                return sizes
+            sizes = replace(sizes, room=sizes.room * 3 // 4)
+        return None
 
     def _is_host_bound(self, sizes: Sizes) -> bool:
         timeline = self._try(sizes).schedule.timeline
@@ -168,6 +188,9 @@ class CapSearch:
 
     def _can_try(self, sizes: Sizes) -> bool:
         return sizes in self._tried or self._schedules < self._options.max_schedules
+
+    def _total_ms(self, sizes: Sizes) -> float:
+        return total_ms(self._try(sizes))
 
     def _badness(self, sizes: Sizes) -> tuple[int, float, int]:
         return badness(self._try(sizes), self._limits)
@@ -182,34 +205,36 @@ class CapSearch:
         """The same for all gathers, and for all reductions."""
         return tuple((gather_mb if g else reduction_mb) * MIB for g in self._is_gather)
 
-    def _moves(self) -> list[_Move]:
+    def _moves(self) -> list[Move]:
         """Those that change much come first; the form before sizes, which depend on it."""
         every = tuple(range(len(self._is_gather)))
         kinds = [tuple(p for p in every if self._is_gather[p] is kind) for kind in (False, True)]
         groups = dict.fromkeys((every, *kinds, *((place,) for place in every)))
-        sized = [_Move(p, *by) for p in groups if p for by in ((2, 1), (1, 2))]
-        ends = [_Move(tapers=True), _Move(cuts=True)]
-        copies, wide = self._copying([every, *kinds]), _Move(cuts=True, widens=True)
+        sized = [Move(p, *by) for p in groups if p for by in ((2, 1), (1, 2))]
+        ends = [Move(tapers=True), Move(cuts=True)]
+        copies, wide = self._copying([every, *kinds]), Move(cuts=True, widens=True)
+        less = Move(fits=True)
         if self._is_one_group:
-            return [*copies, wide, *sized, *ends]
-        return [*copies, *sized, *ends, wide]
+            return [*copies, wide, less, *sized, *ends]
+        return [*copies, less, *sized, *ends, wide]
 
-    def _copying(self, kinds: Sequence[tuple[int, ...]]) -> list[_Move]:
+    def _copying(self, kinds: Sequence[tuple[int, ...]]) -> list[Move]:
         """Where the form is left to the pass: keys that have both."""
         if self._options.bucket_mode is not None:
             return []
         both = frozenset(place for place, key in enumerate(self._largest) if not key.needs_copies)
         groups = dict.fromkeys(tuple(p for p in places if p in both) for places in kinds)
-        return [_Move(places, copies=True) for places in groups if places]
+        return [Move(places, copies=True) for places in groups if places]
 
     # -- plans -------------------------------------------------------------------------------------
 
     def _try(self, sizes: Sizes) -> Way:
         if sizes not in self._tried:
             plan = self._plan(sizes)
-            made = tuple((b.form, *(m.index for m in b.members)) for b in plan.buckets)
+            made = _made(plan)
             if made not in self._ways:
-                self._ways[made] = self._schedule(self._name(sizes), plan)
+                way = self._schedule(self._name(sizes), plan)
+                self._ways[made] = replace(way, sizes=sizes)
             self._tried[sizes] = self._ways[made]
         return self._tried[sizes]
 
@@ -218,6 +243,8 @@ class CapSearch:
         by_first = dict(self._fitting)
         keys = list(self._largest)
         copied = frozenset(keys[place] for place in sizes.copied)
+        if sizes.room < WHOLE_ROOM:
+            by_first = {i: size * sizes.room // WHOLE_ROOM for i, size in self._free.items()}
         caps = BucketCaps(by_key, by_first, copied)
         given: Mapping[int, int] = {}
         if sizes.dynamic and self._dynamic is not None:
@@ -250,6 +277,8 @@ class CapSearch:
         keys = list(self._largest)
         kinds = dict.fromkeys(keys[place].kind.value for place in sorted(sizes.copied))
         copied = f", copied {', '.join(kinds)}" if kinds else ""
+        if sizes.room < WHOLE_ROOM:
+            copied += f", in {sizes.room}/{WHOLE_ROOM} of the memory"
         return found + (", tapered" if sizes.tapered else "") + dynamic + copied
 
     def _sizes_by_kind(self, sizes: Sizes) -> str:

@@ -54,6 +54,15 @@ def fitting_bytes(track: Track, limits: Limits) -> dict[int, int]:
     return found
 
 
+def room_of_reductions(track: Track, limits: Limits) -> dict[int, int]:
+    """Index of a reduction -> bytes that are free under the memory cap where it starts; linear in
+    reductions."""
+    return {
+        index: max(limits.peak_bytes - track.fixed_bytes[track.slot[track.place[c.start]]], 0)
+        for index, c in track.reductions.items()
+    }
+
+
 def tapering_bytes(track: Track, by_key: Mapping[BucketKey, int]) -> dict[int, int]:
     """Index of a gather, or of a reduction -> bytes that the compute in front of its use, or behind
     where it is ready, can hide; linear in them."""

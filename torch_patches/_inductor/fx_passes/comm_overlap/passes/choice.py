@@ -3,6 +3,8 @@
     ways that were tried                      a 9.1 ms, over the cap by little     b 9.5     c 9.8
     a is applied                              it holds the cap after all -> kept
                                               it does not -> with less memory it takes 9.6: b is next
+                                                             (smaller buckets where later starts and
+                                                             earlier waits are not enough)
 
 A schedule's account of memory is careful, so one that says a little too much may well hold the cap;
 the forecast of the changed graph decides.  That costs as much as many schedules, hence it must pay:
@@ -20,6 +22,7 @@ from typing import Protocol
 
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import is_small, try_ways
+from torch_patches._inductor.fx_passes.comm_overlap.passes.cap_search import CapSearch
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import ModuleLabels
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_ways import (
     ModuleTries,
@@ -96,12 +99,14 @@ class _Entry:
         way: as it was scheduled last.
         limits: whose memory cap counts for it.
         lowered: it failed once, and has less memory now.
+        most_bytes: peak that its schedule may have, once it failed.
         due: it is to be scheduled under its limits before it can be compared.
     """
 
     way: Way
     limits: Limits
     lowered: bool = False
+    most_bytes: int = 0
     due: bool = False
 
 
@@ -128,7 +133,7 @@ class EstimatedChoice:
             self._search(read())
         for entry in self._entries:
             if entry.due:
-                entry.way, entry.due = self._scheduled(read(), entry.way, entry.limits), False
+                entry.way, entry.due = self._fitted(read(), entry), False
         fitting = [e for e in self._entries if total_ms(e.way) <= slowest_ms]
         if self._kept:  # what hardly holds is not worth a look then
             most = self._limits.peak_bytes // _HOPELESS_PART
@@ -156,7 +161,8 @@ class EstimatedChoice:
         if limits.peak_bytes < self._lowest.peak_bytes:
             self._lowest = limits
         if not entry.lowered:
-            self._entries.append(_Entry(way, limits, lowered=True, due=True))
+            most = way.schedule.peak_bytes - excess_bytes
+            self._entries.append(_Entry(way, limits, lowered=True, most_bytes=most, due=True))
 
     def faster_than(self, kept_ms: float) -> float | None:
         self._kept = True
@@ -176,6 +182,19 @@ class EstimatedChoice:
         found = reschedule(track, _on(track, way), limits)
         self.operations += found.schedule.operations
         return found
+
+    def _fitted(self, track: Track, entry: _Entry) -> Way:
+        """With less memory: later starts and earlier waits, and smaller buckets where that is not
+        enough."""
+        excess = entry.way.schedule.peak_bytes - entry.most_bytes
+        found = self._scheduled(track, entry.way, entry.limits)
+        if found.sizes is None or found.schedule.peak_bytes <= entry.most_bytes:
+            return found
+        limits = replace(self._limits, peak_bytes=self._limits.peak_bytes - excess)
+        search = CapSearch(track, self._options, limits)
+        smaller = search.shrunk(found, entry.most_bytes)
+        self.operations += smaller.schedule.operations + smaller.plan.operations
+        return smaller
 
     def _risky(self, fitting: Sequence[_Entry], chosen: _Entry | None) -> _Entry | None:
         """The fastest over the cap by its own account, if it is worth a look."""

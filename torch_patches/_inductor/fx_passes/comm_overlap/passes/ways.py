@@ -10,6 +10,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import (
     Schedule,
     plan_schedule,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.passes.sizes import Sizes
 from torch_patches._inductor.fx_passes.comm_overlap.passes.timing import Timing
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
 from torch_patches._inductor.fx_passes.comm_overlap.passes.units import Unit, make_units
@@ -26,6 +27,7 @@ class Way:
     Args:
         track, limits: that it was scheduled for and under.
         choose_timing: what placed them; None where the estimates did.
+        sizes: of the buckets, where a search chose them.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Way:
     track: Track
     limits: Limits
     choose_timing: ChooseTiming | None = None
+    sizes: Sizes | None = None
 
 
 def schedule_way(
@@ -53,7 +56,8 @@ def schedule_way(
 
 def reschedule(track: Track, way: Way, limits: Limits) -> Way:
     """The way with a schedule for the buckets that its plan has now."""
-    return schedule_way(way.name, way.plan, track, limits, way.choose_timing)
+    found = schedule_way(way.name, way.plan, track, limits, way.choose_timing)
+    return replace(found, sizes=way.sizes)
 
 
 def excess_bytes(way: Way, limits: Limits) -> int:
