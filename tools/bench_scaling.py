@@ -1,6 +1,7 @@
 """How work and memory of a mode grow with the graph: synthetic FSDP graphs bound by communication.
 
     python tools/bench_scaling.py --mode auto --nodes 4000 14000 36000 100000
+    python tools/bench_scaling.py --mode topo_span --dense --nodes 1500 6000    # to a million edges
 
 One JSON line for each size, each in a process of its own: nodes, collectives, counted operations, CPU
 seconds (process time, garbage collection on, the whole of ``optimize_graph``), peak resident memory of
@@ -25,14 +26,20 @@ import torch
 
 import torch_patches
 from torch_patches.testing.backends import as_on_gpu
-from torch_patches.testing.synthetic import training_graph
+from torch_patches.testing.synthetic import dense_graph, training_graph
 
 #: Nodes of a layer of the synthetic graph.
 _PER_LAYER = 80
+#: Nodes of a dense graph for each that reads all the others.
+_PER_READER = 6
 
 
-def measure(mode: str, nodes: int, width: int) -> dict[str, object]:
-    gm = training_graph(max(nodes // _PER_LAYER, 1), width=width)
+def measure(mode: str, nodes: int, width: int, dense: bool) -> dict[str, object]:
+    if dense:
+        gm = dense_graph(nodes // _PER_READER)
+    else:
+        gm = training_graph(max(nodes // _PER_LAYER, 1), width=width)
+    edges = sum(len(node.all_input_nodes) for node in gm.graph.nodes)
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.process_time()
     with as_on_gpu():
@@ -41,6 +48,7 @@ def measure(mode: str, nodes: int, width: int) -> dict[str, object]:
     return {
         "mode": mode,
         "nodes": len(gm.graph.nodes),
+        "edges": edges,
         "collectives": sum(report.collectives_before.values()),
         "launches": sum(report.collectives_after.values()),
         "way": report.way,
@@ -66,15 +74,21 @@ def main() -> None:
     parser.add_argument("--mode", default="auto")
     parser.add_argument("--nodes", type=int, nargs="+", default=[4000, 14000, 36000, 100000])
     parser.add_argument("--width", type=int, default=1024, help="of the square weights")
+    parser.add_argument("--dense", action="store_true", help="nodes / 6 squared edges")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside:
-        print(json.dumps(measure(arguments.mode, arguments.nodes[0], arguments.width)))
+        print(
+            json.dumps(
+                measure(arguments.mode, arguments.nodes[0], arguments.width, arguments.dense)
+            )
+        )
         return
     rows = []
     for nodes in arguments.nodes:
         command = [sys.executable, __file__, "--inside", "--mode", arguments.mode]
         command += ["--nodes", str(nodes), "--width", str(arguments.width)]
+        command += ["--dense"] if arguments.dense else []
         line = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         rows.append(json.loads(line.splitlines()[-1]))
         print(json.dumps(rows[-1]), flush=True)

@@ -24,7 +24,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -127,6 +128,7 @@ def run_ranks(
     *,
     timeout_s: float,
     arguments: Sequence[Any] = (),
+    environments: Sequence[Mapping[str, str]] = (),
     on_message: OnMessage = lambda rank, text: None,
     on_tick: Callable[[], None] = lambda: None,
 ) -> list[Any]:
@@ -135,6 +137,7 @@ def run_ranks(
     Args:
         target: a function of a module that a new process can import.
         timeout_s: seconds until all are ended; shortly before, each rank prints its stacks.
+        environments: variables that a rank starts with beside those of this process, by rank.
         on_message: called here with what a rank says.
         on_tick: called here at least once a second, for a sign of life.
 
@@ -144,7 +147,8 @@ def run_ranks(
     Raises:
         RankFailed, RanksTimedOut
     """
-    context = _context()
+    # An interpreter reads some of its environment (PYTHONHASHSEED) only when it starts.
+    context = multiprocessing.get_context("spawn") if environments else _context()
     # Pickled here, so that the module of the target is imported behind the environment.
     work = pickle.dumps((target, tuple(arguments)))
     with tempfile.TemporaryDirectory(prefix="torch_patches_") as folder:
@@ -153,13 +157,15 @@ def run_ranks(
             for number in range(world_size):
                 receiving, sending = context.Pipe(duplex=False)
                 place = _Place(number, world_size, os.path.join(folder, "store"), timeout_s)
+                environment = environments[number] if environments else {}
                 outputs = [Connection(os.dup(file), readable=False) for file in _OUTPUTS]
                 process = context.Process(
                     target=_main,
-                    args=(place, sending, dict(os.environ), outputs, work),
+                    args=(place, sending, {**os.environ, **environment}, outputs, work),
                     daemon=True,
                 )
-                process.start()
+                with _environment(environment):
+                    process.start()
                 for output in outputs:
                     output.close()
                 # Ours must close, or the pipe never reports that the rank died.
@@ -180,6 +186,18 @@ def _context() -> Any:
         names += _PRELOADED_WITHOUT_TRITON
     context.set_forkserver_preload(names)  # of no effect where it runs already
     return context
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """What a process that starts meanwhile gets."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 # -- in the new process ---------------------------------------------------------------------------

@@ -30,3 +30,17 @@ def training_graph(
             x.meta["val"] = value  # a shared fake value is enough: passes only read shapes here
         waits.append(b.scatter_and_wait(x, "sum", 2, "g"))
     return b.output(x, *waits)
+
+
+def dense_graph(width: int) -> fx.GraphModule:
+    """``width`` gathered weights, and as many nodes that read all of them, each reduced: more than
+    ``width`` squared edges in ``6 * width`` nodes."""
+    b = GraphBuilder()
+    waits = [b.gather_and_wait(b.placeholder(2), 2, "g") for _ in range(width)]
+    value = waits[0].meta["val"]
+    joined = []
+    for _ in range(width):
+        node = b.graph.call_function(aten.cat.default, (waits,))
+        node.meta["val"] = value  # shapes do not matter here, edges do
+        joined.append(node)
+    return b.output(*[b.reduce_and_wait(node, "sum", "g") for node in joined])

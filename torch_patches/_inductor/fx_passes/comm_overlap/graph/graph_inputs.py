@@ -52,7 +52,7 @@ class Facts:
     """Facts by node.
 
     Args:
-        inputs: placeholder -> what it is.
+        inputs: placeholder, or attribute with a descriptor -> what it is.
         gradients: output place -> the input it is the gradient of; other outputs are not in it.
         outputs: every value that leaves the graph, flattened, in order.
         source: the surest source that names a parameter or input.
@@ -65,13 +65,16 @@ class Facts:
 
 
 def read_facts(graph: fx.Graph, recorded: Sequence[RecordedInput] = ()) -> Facts | None:
-    """None where no placeholder has a descriptor.
+    """None where no input has a descriptor.
 
     Raises:
         DescriptorMismatch: the outputs and their descriptors differ in number.
     """
     placeholders = graph.find_nodes(op="placeholder")
-    described = {n: d for n in placeholders if isinstance(d := n.meta.get("desc"), aot.AOTInput)}
+    held = graph.find_nodes(op="get_attr")  # by a module of torch.export, which has no such inputs
+    described = {
+        n: d for n in (*placeholders, *held) if isinstance(d := n.meta.get("desc"), aot.AOTInput)
+    }
     if not described:
         return None
     outputs, output_descriptors = _paired_outputs(graph)
@@ -85,7 +88,10 @@ def read_facts(graph: fx.Graph, recorded: Sequence[RecordedInput] = ()) -> Facts
     reader = _Reader(recorded, [*described.values(), *trained.values()])
     # Beside described inputs, one without a descriptor is what the forward saved.
     saved = Fact(InputKind.OTHER, reader.source)
-    inputs = {n: reader.fact(described[n]) if n in described else saved for n in placeholders}
+    inputs = {
+        **dict.fromkeys(placeholders, saved),
+        **{n: reader.fact(d) for n, d in described.items()},
+    }
     gradients = {place: reader.fact(of) for place, of in trained.items()}
     if not gradients:
         gradients = _unnamed_gradients(outputs, reader.source)

@@ -1,6 +1,6 @@
 """What a collective carries, judged by structure alone: parameters, gradients or something else.
 
-    parameter:  placeholder -> cast/view/pad/slice/gather ... -> all-gather
+    parameter:  an input -> cast/view/pad/slice/gather ... -> all-gather
     gradient:   reduce-scatter or all-reduce -> wait -> cast/view/slice/scale/reduce ... -> output
 
 A collective on anything else (activations of tensor parallelism, expert routing) sits on the
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+import torch
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
@@ -100,6 +101,20 @@ def _places_in_output(graph: fx.Graph) -> dict[fx.Node, int]:
     return places
 
 
+def _held_parameters(graph: fx.Graph) -> list[fx.Node]:
+    """Parameters that the graph's module holds itself, as ``torch.export``'s modules do; other
+    attributes are constants."""
+    owner = graph.owning_module
+    found = []
+    for node in graph.find_nodes(op="get_attr"):
+        held: object = owner
+        for step in str(node.target).split("."):
+            held = getattr(held, step, None)
+        if isinstance(held, torch.nn.Parameter):
+            found.append(node)
+    return found
+
+
 class TrafficFinder:
     """Two linear sweeps over a graph, then constant-time answers.
 
@@ -107,11 +122,11 @@ class TrafficFinder:
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        placeholders = graph.find_nodes(op="placeholder")
-        self._input_places = {n: i for i, n in enumerate(placeholders)}
+        inputs = [*graph.find_nodes(op="placeholder"), *_held_parameters(graph)]
+        self._input_places = {n: i for i, n in enumerate(inputs)}
         self._output_places = _places_in_output(graph)
-        #: The one tensor placeholder that a node is a rearrangement of; others are not in it.
-        self._origin: dict[fx.Node, fx.Node] = {n: n for n in placeholders if has_tensor(n)}
+        #: The one tensor input that a node is a rearrangement of; others are not in it.
+        self._origin: dict[fx.Node, fx.Node] = {n: n for n in inputs if has_tensor(n)}
         #: Nodes that lead to outputs only.
         self._terminal: set[fx.Node] = set()
         self._find_origins(graph)

@@ -134,11 +134,11 @@ _Origin = fx.Node | _Neutral
 
 
 def _find_origins(graph: fx.Graph, facts: Facts) -> dict[fx.Node, _Origin]:
-    """The one parameter (its placeholder) that a node is computed from, if it is only prepared on
+    """The one parameter (its input) that a node is computed from, if it is only prepared on
     the way: cast, viewed, padded, quantised, gathered.  Nodes of any other data are not in it."""
     origins: dict[fx.Node, _Origin] = {}
     for node in graph.nodes:
-        if node.op == "placeholder":
+        if node in facts.inputs:
             origin = _origin_of_input(node, facts)
         elif node.op == "call_function":
             origin = _origin(node, facts, origins)
