@@ -32,6 +32,9 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import Bucket, Traffic
 #: the same ones, whatever their shards are.
 PART_MARK = "comm_overlap_part"
 
+#: A node with more of them is told of new ones all at once: each time costs as much as it has.
+MANY_INPUTS = 16
+
 #: Metadata that describes the donor's own value or arguments, hence not handed on.
 _OWN_METADATA = frozenset({"val", "eager_input_vals", "tensor_meta", "example_value"})
 
@@ -67,8 +70,9 @@ class Emitter:
         self.ordered = ordered
         self.run_eagerly = run_eagerly
         self._output = next(iter(reversed(graph.nodes)))
-        self._returned: dict[fx.Node, fx.Node] = {}
-        self._late: list[fx.Node] = []
+        self._handed_over: dict[fx.Node, fx.Node] = {}
+        self._readers = {self._output: None}  # that are told in the end
+        self._late: dict[fx.Node, None] = {}
 
     def call(
         self,
@@ -99,35 +103,38 @@ class Emitter:
         return self.call(target, args, donor, value, kwargs)
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Hands the uses of ``old`` over; the graph's output follows in :meth:`finish`.
+        """Hands the uses of ``old`` over; readers of many nodes follow in :meth:`finish`.
 
         A backward returns thousands of gradients: its output is not to be read again for each.
         """
         for user in list(old.users):
-            if user is self._output:
-                self._returned[old] = new
+            if user in self._readers or len(user.all_input_nodes) > MANY_INPUTS:
+                self._readers[user] = None
+                self._handed_over[old] = new
             else:
                 user.replace_input_with(old, new)
 
     def erase(self, nodes: Sequence[fx.Node]) -> None:
-        """Erases nodes that nobody reads any more, users first; those that the output still reads
-        in :meth:`finish`."""
+        """Erases nodes that nobody reads any more, users first; those that are still read by who
+        follows in :meth:`finish`, there."""
         for node in nodes:
-            if self._output in node.users:
-                self._late.append(node)
+            if any(user in self._readers or user in self._late for user in node.users):
+                self._late[node] = None
             else:
                 self.graph.erase_node(node)
 
     def finish(self) -> None:
         """Once, at the end."""
-        if self._returned:
-            self._output.args = fx.node.map_arg(self._output.args, self._now)
+        if self._handed_over:
+            for reader in self._readers:
+                reader.args = fx.node.map_arg(reader.args, self._now)
+                reader.kwargs = fx.node.map_arg(reader.kwargs, self._now)
         for node in self._late:
             self.graph.erase_node(node)
 
     def _now(self, node: fx.Node) -> fx.Node:
-        while node in self._returned:
-            node = self._returned[node]
+        while node in self._handed_over:
+            node = self._handed_over[node]
         return node
 
 
