@@ -29,7 +29,8 @@ SUPPORTED_TORCH = ((2, 11), (2, 15))
 """From, and below; the same range as in torch_patches/_compat.py."""
 SUPPORTED_PYTHON = ((3, 11), (3, 13))
 """From, and below, for the .venv made here; TORCH_PATCHES_PYTHON may be newer."""
-INPUTS = ("setup.py", "pyproject.toml", "tools/bootstrap.py")
+REQUIREMENTS = ROOT / "tools" / "requirements.txt"
+INPUTS = ("setup.py", "pyproject.toml", "tools/bootstrap.py", "tools/requirements.txt")
 
 DEBIAN_HINT = (
     "Debian, Ubuntu:  apt-get install g++ python3-dev python3-venv\n"
@@ -193,7 +194,28 @@ def install(python: Path) -> None:
         source = ["--index-url", index] if index else []
         subprocess.run([*pip, "install", TORCH, *source], check=True)
     say("installing torch_patches with its test tools")
-    subprocess.run([*pip, "install", "-e", ".[test,tools]"], check=True, cwd=ROOT)
+    if python == VENV / "bin" / "python" and install_pinned(pip):
+        # Its requirements are there, and so is what builds it.
+        local = ["--no-deps", "--no-build-isolation", "-e", "."]
+        subprocess.run([*pip, "install", *local], check=True, cwd=ROOT)
+    else:
+        subprocess.run([*pip, "install", "-e", ".[test,tools]"], check=True, cwd=ROOT)
+
+
+def install_pinned(pip: list[str]) -> bool:
+    """Versions and hashes of tools/requirements.txt; False where the index lacks one of them.
+
+    Raises:
+        CalledProcessError: for any other reason, such as a file that does not match its hash.
+    """
+    command = [*pip, "install", "--require-hashes", "-r", str(REQUIREMENTS)]
+    run = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    print(run.stderr, end="", file=sys.stderr)
+    if run.returncode and "No matching distribution found" in run.stderr:
+        say(f"this index lacks a version of {REQUIREMENTS.name}; taking what setup.py allows")
+        return False
+    run.check_returncode()
+    return True
 
 
 def torch_release(python: Path) -> tuple[int, int] | None:
