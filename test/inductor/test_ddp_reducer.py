@@ -164,12 +164,13 @@ def test_a_capture_keeps_what_dynamo_told(
 
 
 @pytest.fixture
-def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def two_ranks() -> Iterator[None]:
     from torch._inductor import config
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", "python_reducer")
-    with config.patch(_fuse_ddp_communication=False):  # DDP sets it when it is made
+    ours = torch._dynamo.config.patch(optimize_ddp="python_reducer")
+    # DDP sets this one when it is made.
+    with ours, config.patch(_fuse_ddp_communication=False):
         yield
     torch._dynamo.reset()
     dist.destroy_process_group()

@@ -161,15 +161,19 @@ def test_an_order_that_ignores_data_is_illegal(monkeypatch: Patch) -> None:
 
 
 def test_a_use_before_the_wait_is_illegal(monkeypatch: Patch) -> None:
-    """The coalesced form without the renewed waits."""
-    monkeypatch.setattr(emit_coalesced, "_renew", _skip_wait)
+    """The coalesced form with a member whose readers do not wait."""
+    original = rewrite.emit_coalesced
+
+    def without_a_wait(emitter: Any, *args: Any) -> Any:
+        merged = original(emitter, *args)
+        wait, *others = merged.wait_nodes
+        alias = emitter.call(aten.alias.default, wait.args, wait, wait.meta["val"])
+        emitter.replace(wait, alias)
+        emitter.erase([wait])
+        return dataclasses.replace(merged, wait_nodes=(alias, *others))
+
+    monkeypatch.setattr(rewrite, "emit_coalesced", without_a_wait)
     assert broken(two_gathers, COALESCED).letter == "b"
-
-
-def _skip_wait(emitter: Any, wait: fx.Node) -> fx.Node:
-    new = emitter.call(aten.alias.default, wait.args, wait, wait.meta["val"])
-    wait.replace_all_uses_with(new)
-    return new
 
 
 def test_wrong_metadata_is_noticed(monkeypatch: Patch) -> None:
