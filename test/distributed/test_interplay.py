@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from torch_patches import _compat
 from torch_patches.testing.processes import Say, run_ranks
 
 PREFIX = "aten_distributed_optimizations."
@@ -318,9 +319,11 @@ CASES: dict[str, Callable[[], Told]] = {
 
 GATHERED = {"all_gather": 1}
 SCATTERED = {"reduce_scatter": 1}
+#: torch 2.11 repeats no gather under plain checkpointing, with or without us.
+REPEATED = SCATTERED if _compat.torch_release() < (2, 12) else {**GATHERED, **SCATTERED}
 #: Launches of each graph: four gathers are one, and so are four reductions.
 LAUNCHES = {
-    "checkpointing": [GATHERED, {**GATHERED, **SCATTERED}],
+    "checkpointing": [GATHERED, REPEATED],
     "selective_checkpointing": [GATHERED, {**GATHERED, **SCATTERED}],
     "exported": [GATHERED],
     "subclass_outputs": [GATHERED, GATHERED],
