@@ -41,7 +41,7 @@ def examples() -> Examples:
     return Examples(CAPTURES)
 
 
-@pytest.mark.parametrize("first", [0, 60, 120, 180])
+@pytest.mark.parametrize("first", [0, 60])
 def test_a_fixed_seed(examples: Examples, tmp_path: Path, first: int) -> None:
     """The same examples everywhere: two minutes on a slow core, in four parts."""
     campaign = _tool().Campaign(0, LANES, examples, tmp_path)
@@ -62,7 +62,7 @@ def test_a_fresh_seed(examples: Examples, tmp_path: Path, capsys: Any) -> None:
         print(f"\nfuzz: python tools/fuzz.py --seed {seed} --captures (those of {__file__})")
     campaign = _tool().Campaign(seed, LANES, examples, tmp_path)
     start, number = time.monotonic(), 0
-    while time.monotonic() - start < 60:
+    while time.monotonic() - start < 30:
         campaign.run(number)
         number += 1
     assert not campaign.tally.failures, f"seed {seed}: {campaign.tally}"

@@ -209,6 +209,13 @@ def test_steps_that_are_given_are_not_cut(tmp_path: Path) -> None:
     assert (profile.steps, profile.by_step, len(profile.launches)) == (4, (), 2)
 
 
+def test_a_profile_of_several_steps_without_marks_is_told(tmp_path: Path) -> None:
+    run = run_of({"0": "gather"})
+    twice = gathers([("0", 100), ("0", 100)])
+    assert "The graphs have 1: with 2 steps" in compare(twice.read(tmp_path), [run], [run]).note
+    assert "give --steps" not in compare(twice.read(tmp_path, steps=2), [run], [run]).note
+
+
 # -- matching -------------------------------------------------------------------------------------
 
 

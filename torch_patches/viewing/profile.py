@@ -136,16 +136,24 @@ def compare(profile: Profile, before: Sequence[Run], after: Sequence[Run]) -> Co
         found = measured.pop(key, [])
         if found:
             rows.append(ComparedRow(_name(key), len(found), _mean(estimates), _usual_ms(found)))
-    return Comparison(_note(profile, which, sum(map(len, measured.values()))), tuple(rows))
+    others, launched = sum(map(len, measured.values())), len(_launched(profile, runs))
+    return Comparison(_note(profile, which, others, launched), tuple(rows))
 
 
-def _note(profile: Profile, which: str, other: int) -> str:
+def _note(profile: Profile, which: str, other: int, launched: int) -> str:
+    count = len(profile.launches)
     sentences = [
-        f"The profile has {len(profile.launches)} collectives in {profile.steps} step(s), and is "
+        f"The profile has {count} collectives in {profile.steps} step(s), and is "
         f"compared with the graphs {which}.",
         *profile.notes,
         "Times of collectives are of one launch each, and include the wait for other ranks.",
     ]
+    if profile.steps == 1 and launched and count > launched and count % launched == 0:
+        times = count // launched
+        sentences.append(
+            f"The graphs have {launched}: with {times} steps in a profile that marks none, give "
+            f"--steps {times}."
+        )
     if other:
         sentences.append(f"{other} measured collectives match none in the graphs.")
     return " ".join(sentences)
