@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor._redistribute import _gen_transform_infos
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_patches.testing.backends import as_on_gpu as judged_as_on_gpu
@@ -57,6 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first; the order within a file, and of the others, stays."""
     places = {name: place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+@pytest.fixture(autouse=True)
+def no_plans_of_other_worlds() -> None:
+    """DTensor keeps how it redistributes by meshes that compare equal, with groups of a world before."""
+    _gen_transform_infos.cache_clear()
 
 
 @pytest.fixture(scope="module")

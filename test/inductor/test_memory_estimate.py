@@ -1,8 +1,8 @@
 """Live bytes along an order, computed by hand; and what default bucketing does to a real model."""
 
 import copy
-import subprocess
-import sys
+import gzip
+import lzma
 from pathlib import Path
 
 import pytest
@@ -359,15 +359,10 @@ def test_more_of_the_same_layers_need_the_same_transient_memory():
 
 @pytest.fixture(scope="module")
 def llama_32_layers(tmp_path_factory):
-    """Llama-3-8B on 8 ranks, captured now: the file is too large to keep (410 KiB).
-
-    The one expensive fixture of the suite: 35 s on one core, since the real model is traced.
-    """
-    path = tmp_path_factory.mktemp("capture") / "llama32_8.json.gz"
-    shape = "--layers 32 --dim 4096 --heads 32 --kv-heads 8 --vocab 128256 --seq 2048 --batch 1"
-    command = [sys.executable, str(ROOT / "tools" / "capture_graph.py"), "--model", "llama"]
-    command += ["--mode", "fsdp", "--mesh", "8", *shape.split(), "-o", str(path)]
-    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    """Llama-3-8B on 8 ranks."""
+    path = tmp_path_factory.mktemp("capture") / "llama_32l_fsdp8.json.gz"
+    packed = ROOT / "test" / "data" / "llama_32l_fsdp8.json.xz"
+    path.write_bytes(gzip.compress(lzma.decompress(packed.read_bytes()), compresslevel=1))
     return load_captured(path).graphs
 
 
