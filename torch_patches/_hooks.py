@@ -2,8 +2,8 @@
 
 torch looks the function up in its module each time, so the replacement serves every caller that
 imports the name when it compiles.  While ``bucketing_mode`` is "none", no chained collectives are to
-be fused and nobody captures graphs (``recording.py``), a call passes straight through.  Otherwise the wrapper reads the flags once and hands everything on as ``config_patches``,
-which torch applies again around the lazily compiled backward: cache key, passes and code
+be fused and nobody captures graphs (``recording.py``), a call passes straight through.  Otherwise the
+wrapper reads the flags once and hands everything on as ``config_patches``, which torch applies again around the lazily compiled backward: cache key, passes and code
 generation see one set of values, whatever the flags are by then and whatever thread it runs in.
 
     compile_fx(gm, inputs, config_patches={user's})
@@ -15,29 +15,24 @@ After :func:`uninstall` the flags can still be set, and have no effect.
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-import torch
 import torch.fx as fx
 from torch._inductor import compile_fx as compile_fx_module
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from torch_patches import _compat, config, recording
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import measured_estimators
-from torch_patches._inductor.fx_passes.comm_overlap.notices import (
-    RANK_LOCAL_ERRORS,
-    raise_if_strict,
-)
+from torch_patches._cache_facts import inputs_digest, metadata_digest
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.plan import RecordedInput
-from torch_patches._inductor.fx_passes.comm_overlap.sources import unshared_digest
+from torch_patches._once import warn_once
+from torch_patches._torch_flags import torch_pass_patches
 from torch_patches.viewing import observer_of_compile
 
 logger = logging.getLogger(__name__)
@@ -89,7 +84,8 @@ def _cacheable(options: Options) -> str | None:
     }
     for name, (function, digest) in known.items():
         if function is not None and digest is None:
-            _warn_once(
+            warn_once(
+                logger,
                 f"uncacheable {name}",
                 "%s = %r cannot be told apart from other functions, so compiles that use it are not "
                 "cached: give it a uuid(), or make it a function of a module",
@@ -186,160 +182,6 @@ def append_pass(passes: Any, ours: _PipelinePass) -> Any:
     return ComposedPass(user, ours)
 
 
-# -- what a plan reads and torch's cache key does not see -----------------------------------------
-
-
-def _process_group_sizes() -> list[tuple[str, int]]:
-    """Sizes of the registered process groups, by name; empty without torch.distributed."""
-    try:
-        from torch.distributed import distributed_c10d
-
-        names = distributed_c10d._world.pg_names
-    except (ImportError, AttributeError):
-        return []
-    return sorted(
-        (str(name), int(group.size()))
-        for group, name in list(names.items())
-        if hasattr(group, "size")  # a placeholder stands for groups this rank is not in
-    )
-
-
-def _names(model: Any) -> Iterator[str]:
-    """Parameter and module names of the graph that Dynamo made, in graph order."""
-    if not isinstance(model, fx.GraphModule):
-        if isinstance(model, torch.nn.Module):
-            yield from (name for name, _ in model.named_parameters())
-        return
-    for node in model.graph.nodes:
-        source = getattr(node, "_dynamo_source", None)
-        if source is not None:
-            yield f"{node.op} {source.name}"
-        # The keys are object ids, which differ between processes; the names do not.
-        for path, kind in (node.meta.get("nn_module_stack") or {}).values():
-            yield f"module {path} {getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', kind)}"
-        custom = node.meta.get("custom")
-        if isinstance(custom, Mapping) and "module_fqn" in custom:
-            yield f"module_fqn {custom['module_fqn']}"
-
-
-def inputs_digest(recorded: Sequence[RecordedInput], reads_names: bool = False) -> str:
-    """Digest of what tags take from the inputs to decide: their kinds and where their gradients are,
-    in order; and the names and the order of registration where those decide."""
-    facts = [
-        (
-            record.kind.value,
-            record.gradient_outputs,
-            record.gradient_inputs,
-            *((record.name, record.index) if reads_names else ()),
-        )
-        for record in recorded
-    ]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def metadata_digest(model: Any, options: Options, recorded: Sequence[RecordedInput] = ()) -> str:
-    """Digest of the facts beside the graph's code that decide a plan; one that no other compile has
-    where the model cannot be read."""
-    try:
-        return _digest_of_facts(model, options, recorded)
-    except RANK_LOCAL_ERRORS:
-        raise
-    except Exception as error:
-        raise_if_strict(error)
-        return unshared_digest()
-
-
-def _digest_of_facts(model: Any, options: Options, recorded: Sequence[RecordedInput]) -> str:
-    digest = hashlib.sha256(repr(_process_group_sizes()).encode())
-    digest.update(inputs_digest(recorded, options.reads_modules).encode())
-    if options.groups is not None:
-        digest.update(repr(options.groups).encode())
-    if options.reads_modules:
-        for name in _names(model):
-            digest.update(repr(name).encode())
-    return digest.hexdigest()
-
-
-# -- torch's flags that do the same job -----------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _LegacyFlag:
-    """A flag of torch that buckets or reorders collectives on its own.
-
-    Args:
-        name: its name.
-        off: the value that leaves collectives alone.
-        switch_off: whether we set it to ``off`` for a compile of ours.
-    """
-
-    name: str
-    off: object
-    switch_off: bool
-
-
-_LEGACY_FLAGS = (
-    _LegacyFlag("bucket_all_gathers_fx", "none", True),
-    _LegacyFlag("bucket_reduce_scatters_fx", "none", True),
-    _LegacyFlag("bucket_all_reduces_fx", "none", True),
-    _LegacyFlag("_fuse_ddp_communication", False, False),
-)
-
-_REORDERING = "reorder_for_compute_comm_overlap"
-"""torch's own reordering.  It is all the overlap there is where ours does not schedule."""
-
-_warned: set[str] = set()
-
-
-def _warn_once(topic: str, message: str, *arguments: object) -> None:
-    if topic not in _warned:
-        _warned.add(topic)
-        logger.warning(message, *arguments)
-
-
-def _torch_pass_patches(user: Mapping[str, Any], options: Options) -> dict[str, Any]:
-    """Settings that keep torch's own passes from doing our job again; warns where they were on."""
-    patches: dict[str, Any] = {}
-    conflicts = []
-    for flag in (*_LEGACY_FLAGS, _LegacyFlag(_REORDERING, False, options.schedules)):
-        if not _compat.has_config(flag.name):
-            continue
-        value = config.current_value(flag.name, user)
-        if value != flag.off:
-            effect = "switched off for this compile" if flag.switch_off else "left on"
-            conflicts.append(f"{flag.name} = {value!r} ({effect})")
-        if flag.switch_off:
-            patches[flag.name] = flag.off
-    if conflicts:
-        _warn_once(
-            "legacy flags",
-            "%sbucketing_mode = %r is set together with torch's %s",
-            config.PREFIX,
-            options.bucketing_mode,
-            ", ".join(conflicts),
-        )
-    if options.schedules and _compat.has_config(_compat.SIMPLE_OVERLAP_FLAG):
-        patches[_compat.SIMPLE_OVERLAP_FLAG] = False
-    _warn_of_measuring(user)
-    return patches
-
-
-def _warn_of_measuring(user: Mapping[str, Any]) -> None:
-    """torch's flags that make each rank measure for itself have no effect on our estimates."""
-    names = [config.PREFIX + name for name in _compat.MEASURING_FLAGS]
-    names = [name for name in names if _compat.has_config(name)]
-    values = {name: config.current_value(name, user) for name in names}
-    defaults = {name: _compat.config_module._config[name].default for name in names}
-    if asked := measured_estimators(values, defaults):
-        _warn_once(
-            "measured estimates",
-            "%s: ranks would measure different times and schedule differently, so torch_patches "
-            "ignores it; measured times come from %scalibration_file, one file for all ranks",
-            ", ".join(asked),
-            config.PREFIX,
-        )
-
-
 # -- the wrapper ----------------------------------------------------------------------------------
 
 
@@ -392,7 +234,7 @@ def _flag_patches(user: Mapping[str, Any], options: Options) -> dict[str, Any]:
         # Ours schedules, so torch's must not; and what torch's would call torch cannot key.
         config.PREFIX + "enable_overlap_scheduling": False,
         config.PREFIX + "custom_runtime_estimation": None,
-        **_torch_pass_patches(user, options),
+        **torch_pass_patches(user, options),
     }
 
 
@@ -479,7 +321,8 @@ def install() -> None:
     if is_installed():
         return
     if not _compat.is_supported_torch():
-        _warn_once(
+        warn_once(
+            logger,
             "untested torch",
             "torch_patches is tested with torch %s; on this torch (%s) it changes nothing. "
             "Set %s=1 to install it all the same.",

@@ -53,7 +53,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import must_recompute
 from torch._inductor import config as inductor_config
 
-from torch_patches import _compat, _hooks, config, recording
+from torch_patches import _cache_facts, _compat, config, recording
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import tag_of
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
@@ -220,7 +220,7 @@ def _cache_key(gm: fx.GraphModule, compilers: _Compilers) -> dict[str, object]:
     (``force_autograd_cache`` and ``bundled_autograd_cache``).  Its key holds Inductor's flags, and
     knows neither our options nor the partitioner.
     """
-    metadata = _hooks.metadata_digest(gm, compilers.settings.options, compilers.inputs)
+    metadata = _cache_facts.metadata_digest(gm, compilers.settings.options, compilers.inputs)
     parts = [NAME, pipeline.source_digest(), metadata, repr(compilers.settings)]
     options = compilers.settings.options
     # A rank that comes from a cache would not talk to the others, and have no graphs to capture.

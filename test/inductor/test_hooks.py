@@ -22,7 +22,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import torch_patches
-from torch_patches import _compat, _hooks, config
+from torch_patches import _compat, _hooks, _once, config
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 
@@ -47,7 +47,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def installed_with_defaults() -> Iterator[None]:
-    _hooks._warned.clear()
+    _once._warned.clear()
     _hooks.install()
     with inductor_config.patch({flag.full_name: flag.default for flag in config.FLAGS}):
         yield

@@ -25,7 +25,7 @@ from torch._inductor import compile_fx as compile_fx_module
 from torch._inductor import config as inductor_config
 
 import torch_patches
-from torch_patches import _compat, _hooks, config
+from torch_patches import _cache_facts, _compat, _hooks, _once, config
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
@@ -87,7 +87,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 @pytest.fixture(autouse=True)
 def installed_with_defaults() -> Iterator[None]:
-    _hooks._warned.clear()
+    _once._warned.clear()
     _hooks.install()
     with inductor_config.patch({flag.full_name: flag.default for flag in config.FLAGS}):
         yield
@@ -218,7 +218,7 @@ def test_digest_depends_on_process_groups(monkeypatch: pytest.MonkeyPatch) -> No
     def digest_with(*groups: tuple[Any, str]) -> str:
         world = types.SimpleNamespace(pg_names=dict(groups))
         monkeypatch.setattr(distributed_c10d, "_world", world)
-        return _hooks.metadata_digest(None, Options())
+        return _cache_facts.metadata_digest(None, Options())
 
     two, four = Group(2), Group(4)
     assert digest_with((two, "0"), (four, "1")) == digest_with((four, "1"), (two, "0"))
@@ -226,7 +226,7 @@ def test_digest_depends_on_process_groups(monkeypatch: pytest.MonkeyPatch) -> No
     assert digest_with((two, "0")) != digest_with((two, "1"))
     assert digest_with((two, "0"), (object(), "not a member")) == digest_with((two, "0"))
     monkeypatch.setattr(distributed_c10d, "_world", object())
-    assert _hooks.metadata_digest(None, Options()) == digest_with()
+    assert _cache_facts.metadata_digest(None, Options()) == digest_with()
 
 
 def test_digest_reads_names_only_when_asked() -> None:
@@ -240,7 +240,7 @@ def test_digest_reads_names_only_when_asked() -> None:
         torch._dynamo.reset()
         torch.compile(model, backend=backend)(torch.randn(2, 2))
         mode = "transformer_block" if reads_names else "auto"
-        return _hooks.metadata_digest(graphs[0], Options(bucketing_mode=mode))
+        return _cache_facts.metadata_digest(graphs[0], Options(bucketing_mode=mode))
 
     a, same, b = NamedLinear("a"), NamedLinear("a"), NamedLinear("b")
     assert digest(a, True) == digest(same, True)
@@ -250,7 +250,7 @@ def test_digest_reads_names_only_when_asked() -> None:
 
 def test_digest_reads_kinds_of_inputs_not_names_or_registration() -> None:
     def digest(*inputs: RecordedInput) -> str:
-        return _hooks.metadata_digest(None, Options(), inputs)
+        return _cache_facts.metadata_digest(None, Options(), inputs)
 
     a, b = RecordedInput(InputKind.PARAMETER, "a", 0), RecordedInput(InputKind.PARAMETER, "b", 1)
     assert digest(a) == digest(b)
@@ -347,7 +347,7 @@ def test_flags_and_digest_are_in_both_cache_keys(
     assert run_matmul(bucketing_mode="none") == miss
     assert run_matmul(bucketing_mode="topo_span", max_topo_span=3) == miss
     with monkeypatch.context() as patch:
-        patch.setattr(_hooks, "_process_group_sizes", lambda: [("0", 16)])
+        patch.setattr(_cache_facts, "_process_group_sizes", lambda: [("0", 16)])
         assert run_matmul(bucketing_mode="topo_span") == miss
     assert run_matmul(bucketing_mode="topo_span")["autograd_cache_hit"] == 1
     monkeypatch.setattr(pipeline, "source_digest", lambda: "other sources")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.fx as fx
 
-from torch_patches import _hooks
+from torch_patches import _cache_facts
 from torch_patches._inductor.fx_passes.comm_overlap import module_names, pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import live_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import make_model
@@ -174,7 +174,7 @@ def test_the_outer_cache_key_knows_classes_and_module_fqn() -> None:
         if fqn is not None:
             node.meta["custom"] = {"module_fqn": fqn}
         graph.output(node)
-        return _hooks.metadata_digest(
+        return _cache_facts.metadata_digest(
             fx.GraphModule(torch.nn.Module(), graph), Options(bucketing_mode="transformer_block")
         )
 
