@@ -77,7 +77,8 @@ class Trace:
 
 
 def run_of(groups: dict[str, str]) -> Run:
-    """Gathers of 4 ranks, 4 KiB each, or all-reduces of it, by name, with a product behind each."""
+    """Gathers of 4 ranks, 4 KiB each, with a product behind each; or all-reduces ("reduce") or
+    reduce-scatters ("scatter") of it."""
     b = GraphBuilder()
     shards = {name: b.placeholder(8, 32) for name in groups}
     whole = {name: b.placeholder(32, 32) for name in groups}
@@ -85,6 +86,8 @@ def run_of(groups: dict[str, str]) -> Run:
     for name, shard in shards.items():
         if groups[name] == "gather":
             made.append(b.call(torch.ops.aten.mm, whole[name], b.gather_and_wait(shard, 4, name)))
+        elif groups[name] == "scatter":
+            made.append(b.scatter_and_wait(whole[name], "sum", 4, name))
         else:
             product = b.call(torch.ops.aten.mm, whole[name], whole[name])
             made.append(b.reduce_and_wait(product, "sum", name))
@@ -290,3 +293,38 @@ def test_a_real_trace_of_gloo(tmp_path: Path) -> None:
     run = run_of({"0": "gather", "1": "reduce"})
     note = compare(profile, [run], [run]).note
     assert "It is of a CPU" in note and "match none" not in note
+
+
+def compiled_step(trace: Trace, ts: float) -> None:
+    """A compiled graph of 100 us: a launch for 10, a wait for 50.  Communication ends with the wait."""
+    trace.event("cpu_op", "Torch-Compiled Region: 0/0", ts, 100)
+    trace.event("cpu_op", "_c10d_functional::all_gather_into_tensor", ts + 5, 10)
+    trace.event("cpu_op", "aten::empty", ts + 6, 3)
+    trace.event("cpu_op", "_c10d_functional::wait_tensor", ts + 30, 50)
+    for name, start, duration in (("gloo:all_gather", 10, 40), ("gloo:all_reduce", 50, 30)):
+        trace.event("cpu_op", name, ts + start, duration)
+        trace.events[-1]["tid"] = 99
+
+
+def test_waits_inside_a_compiled_region_are_no_compute(tmp_path: Path) -> None:
+    trace = Trace()
+    compiled_step(trace, 0)
+    profile = trace.read(tmp_path)
+    assert profile.compute_ms == pytest.approx(0.040)
+    assert profile.exposed_ms == pytest.approx(0.055)  # of 10 to 80; 15 to 30 runs beside
+    assert profile.span_ms == pytest.approx(0.100)
+
+
+def test_collectives_of_gloo_are_found_in_steps_that_are_only_counted(tmp_path: Path) -> None:
+    """They have no sizes, and a reduce-scatter is an all-reduce in them."""
+    trace = Trace()
+    for step in range(3):
+        compiled_step(trace, 1000 * step)
+    run = run_of({"1": "gather", "2": "scatter"})
+    found = compare(trace.read(tmp_path, steps=3), [run], [run])
+    rows = {row.name.split(",")[0]: (row.count, row.measured_ms) for row in found.rows[3:]}
+    assert rows == {
+        "all_gather": (3, pytest.approx(0.040)),
+        "reduce_scatter": (3, pytest.approx(0.030)),
+    }
+    assert "match none" not in found.note

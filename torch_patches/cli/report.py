@@ -52,7 +52,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--profile", type=Path, metavar="TRACE",
                         help="of torch.profiler, to compare with")  # fmt: skip
     parser.add_argument("--steps", type=int, help="training steps in the profile; default: those "
-                        "that the profiler was told of, or 1")  # fmt: skip
+                        "that it marks (the profiler has a schedule, and its step() is called), "
+                        "or 1")  # fmt: skip
     add_run_options(parser)
 
 
@@ -116,13 +117,14 @@ def _measured(arguments: argparse.Namespace, reports: Mapping[str, Report]) -> C
 def _lines(measured: Comparison | None) -> list[str]:
     if measured is None:
         return []
-    lines = [measured.note]
-    lines += [
-        f"  off by {row.difference}: {row.name}: estimated {row.estimated_ms:.3f} ms, "
-        f"measured {row.measured_ms:.3f} ms"
+    if not measured.off:
+        return [measured.note, "  no estimate is off by more than 20%"]
+    rows = [
+        f"  {row.name}: estimated {row.estimated_ms:.3f} ms, measured {row.measured_ms:.3f} ms "
+        f"({row.difference})"
         for row in measured.off
     ]
-    return lines if len(lines) > 1 else [*lines, "  no estimate is off by more than 20%"]
+    return [measured.note, "off by more than 20%:", *rows]
 
 
 def _told(

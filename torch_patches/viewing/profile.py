@@ -222,8 +222,11 @@ def _measured_by_key(profile: Profile, runs: Sequence[Run]) -> dict[_Key, list[M
     steps: dict[int, list[MeasuredLaunch]] = {}
     for launch in profile.launches:
         steps.setdefault(launch.step, []).append(launch if named else replace(launch, group=""))
+    # What is not cut into steps has the launches of all, one step behind the other.
+    expected = launched if profile.by_step else launched * profile.steps
     for launches in steps.values():
-        keys = _by_place([_nearest(launch, known) for launch in launches], launches, launched)
+        near = [_nearest(launch, known) for launch in launches]
+        keys = _by_place(near, launches, expected, profile.of_gloo)
         for key, launch in zip(keys, launches, strict=True):
             found.setdefault(key or _own_key(launch), []).append(launch)
     return found
@@ -244,14 +247,23 @@ def _nearest(launch: MeasuredLaunch, known: Sequence[_Key]) -> _Key | None:
 
 
 def _by_place(
-    found: Sequence[_Key | None], launches: Sequence[MeasuredLaunch], launched: Sequence[_Key]
+    found: Sequence[_Key | None],
+    launches: Sequence[MeasuredLaunch],
+    launched: Sequence[_Key],
+    of_gloo: bool,
 ) -> list[_Key | None]:
-    """Launches of unknown size by their place among those of their kind, where a step has as many of
-    that kind as the graphs, and what is known of the others fits."""
+    """Launches of unknown size by their place among those of their kind, where there are as many of
+    that kind as the graphs launch, and what is known of the others fits.  Gloo makes an all-reduce of
+    a reduce-scatter."""
+
+    def kind_of(launch: MeasuredLaunch | _Key) -> str:
+        reduces = of_gloo and launch.kind == "reduce_scatter"
+        return "all_reduce" if reduces else launch.kind
+
     keys = list(found)
-    for kind in {launch.kind for launch in launches}:
-        measured = [i for i, launch in enumerate(launches) if launch.kind == kind]
-        expected = [key for key in launched if key.kind == kind]
+    for kind in sorted(set(map(kind_of, launches))):
+        measured = [i for i, launch in enumerate(launches) if kind_of(launch) == kind]
+        expected = [key for key in launched if kind_of(key) == kind]
         if len(measured) != len(expected):
             continue
         pairs = list(zip(measured, expected, strict=True))

@@ -16,7 +16,7 @@ one cut short) is left out.
 
 A trace of gloo has no kernels: collectives are ``gloo:all_reduce`` and the like on threads of their own,
 without sizes, a reduce-scatter is an all-reduce there, and compute is what the thread of the steps runs
-beside communication.
+outside of its calls to start collectives and to wait for them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import math
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,8 @@ def read_profile(path: str | Path, steps: int | None = None) -> Profile:
     """Reads ``*.json`` or ``*.json.gz`` as ``torch.profiler`` exports them.
 
     Args:
-        steps: how many there are, where the profiler's ``step()`` was not called.
+        steps: how many there are, where the trace does not mark them: it does if the profiler has a
+            schedule and its ``step()`` is called.
 
     Raises:
         ProfileError: it is none, or has no kernels.
@@ -159,7 +160,7 @@ def read_profile(path: str | Path, steps: int | None = None) -> Profile:
         if not work:
             raise ProfileError(
                 f"{path.name}: no kernels of a GPU in it, and no collectives of gloo; profile with "
-                "ProfilerActivity.CUDA"
+                "ProfilerActivity.CUDA, and export in on_trace_ready where there is a schedule"
             )
         notes.append("It is of a CPU, where estimates hold only with a table measured there.")
     work.sort(key=lambda each: each.start)
@@ -309,13 +310,11 @@ def _of_gloo(events: Sequence[Event]) -> list[_Work]:
     main = _main_thread(events)
     work = [_work([event], _kind(event, {"Collective name": event["name"]}), {}, {})
             for event in flying]  # fmt: skip
-    end = -math.inf
     operators = [e for e in events if e.get("cat") == "cpu_op" and e.get("tid") == main]
-    for event in sorted(operators, key=lambda e: (e["ts"], -e["dur"])):
-        if _is_communication(event) or times_of(event)[0] < end:
-            continue  # an op inside of another is that one's time
-        end = times_of(event)[1]
-        work.append(_work([event], None, {}, {}))
+    waits = [times_of(event) for event in operators if _is_communication(event)]
+    others = [times_of(event) for event in operators if not _is_communication(event)]
+    # A compiled graph is one op around its launches and waits.
+    work += [_Work(start, end, None, None) for start, end in without(others, waits)]
     return work
 
 
@@ -385,6 +384,18 @@ def covered(spans: Iterable[Span]) -> float:
         total += max(last - max(first, end), 0.0)
         end = max(end, last)
     return total
+
+
+def without(spans: Iterable[Span], holes: Iterable[Span]) -> Iterator[Span]:
+    """What of the spans is in no hole, in order."""
+    edges = [(time, step, 0) for span in spans for time, step in zip(span, (1, -1), strict=True)]
+    edges += [(time, 0, step) for hole in holes for time, step in zip(hole, (1, -1), strict=True)]
+    spans_open = holes_open = 0
+    since = -math.inf
+    for time, of_span, of_hole in sorted(edges):
+        if spans_open and not holes_open and time > since:
+            yield since, time
+        spans_open, holes_open, since = spans_open + of_span, holes_open + of_hole, time
 
 
 def alone(busy: Sequence[Span], flying: Sequence[Span]) -> float:
