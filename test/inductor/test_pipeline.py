@@ -64,6 +64,18 @@ class TestReport:
         for figure in ("2 buckets of 6", f"max span {report.max_span} (bound 1500)", "1 -> 3"):
             assert figure in line
 
+    def test_debug_log_has_the_buckets_and_what_is_not_merged(self, caplog):
+        with caplog.at_level(logging.DEBUG, logger="torch_patches"):
+            report = pipeline.optimize_graph(small_graph(), TOPO_SPAN)
+        ours = [r for r in caplog.records if r.name.startswith("torch_patches")]
+        debug = "\n".join(r.getMessage() for r in ours if r.levelno == logging.DEBUG)
+        assert debug == "\n".join(report.explain_decisions())
+        assert debug.count("of 3 on g") == 2
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, logger="torch_patches"):
+            pipeline.optimize_graph(small_graph(), Options("topo_span", bucket_cap_mb=0.0))
+        assert "not merged, because" in caplog.text
+
     def test_bytes_by_dtype_and_group(self):
         report = pipeline.optimize_graph(small_graph(), TOPO_SPAN)
         before = {(g.kind, g.group): g for g in report.groups_before}

@@ -154,12 +154,18 @@ class Report:
         return "\n".join(
             [
                 self.summary(),
-                *explain_fusions(self.fusions),
                 *self.explain_module_plan(),
-                *explain_buckets(self.buckets),
-                *explain_refusals(self.refusals),
+                *self.explain_decisions(),
             ]
         )
+
+    def explain_decisions(self) -> list[str]:
+        """A line for each fused chain and each bucket, and what was not merged, by reason."""
+        return [
+            *explain_fusions(self.fusions),
+            *explain_buckets(self.buckets),
+            *explain_refusals(self.refusals),
+        ]
 
     def explain_module_plan(self) -> list[str]:
         """Which blocks were found, and the plan as Python, to paste; empty in other modes."""

@@ -291,6 +291,8 @@ def emit_report(report: Report) -> None:
     log.info("%s", report.summary(), extra={"report": report})
     if report.module_plan:
         log.info("%s", "\n".join(report.explain_module_plan()))
+    if log.isEnabledFor(logging.DEBUG) and (lines := report.explain_decisions()):
+        log.debug("%s", "\n".join(lines))
     counts = counters["inductor"]
     counts["comm_overlap_fused_chains"] += len(report.fusions)
     counts["comm_overlap_saved_launches"] += report.saved_launches
