@@ -63,6 +63,11 @@ def test_help_of_each_has_an_example(name: str, capsys: pytest.CaptureFixture[st
     assert "--json" in text
 
 
+def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 2
+    assert "keep the graphs of a program's compiles" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments", [(), ("fly",), ("diff",), ("diff", "a", "b", "--no-such-option"), ("replay",)]
 )
@@ -321,6 +326,14 @@ def test_capture_without_graphs_or_with_a_failure(
 ) -> None:
     assert run("capture", tmp_path, "--", sys.executable, "-c", program) == 1
     assert said in capfd.readouterr().err
+
+
+def test_of_a_program_that_failed_early_nothing_is_guessed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("capture", tmp_path, "--", sys.executable, "-c", "raise SystemExit(3)") == 1
+    err = capfd.readouterr().err
+    assert "the program ended with 3" in err and "does the program import" not in err
 
 
 def test_capture_of_no_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -345,6 +345,33 @@ def test_folders_of_several_ranks_need_a_choice(
     assert replay(capsys, tmp_path, "--rank", "0")["kind"] == "trace"
 
 
+def test_a_rank_without_a_log_is_told(
+    traces: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "dedicated_log_torch_trace_rank_0_x.log"
+    (tmp_path / name).write_text(log_of(traces["miss"]).read_text())
+    assert run("replay", tmp_path, "--rank", "7") == 2
+    assert f"no log of rank 7 among 1 ({name})" in capsys.readouterr().err
+
+
+def test_a_folder_of_captures_needs_a_choice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank0_000.json.gz").write_bytes(FSDP.read_bytes())
+    assert run("replay", tmp_path) == 2
+    assert "1 captures; take one (rank0_000.json.gz)" in capsys.readouterr().err
+
+
+def test_other_files_are_told_what_is_expected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "notes.md"
+    other.write_text("# Notes\n\nnot a graph\n")
+    assert run("replay", other) == 2
+    err = capsys.readouterr().err
+    assert "no Python in line 3" in err and "no capture (gzip), no repro file" in err
+
+
 def test_compiles_can_be_chosen(
     traces: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

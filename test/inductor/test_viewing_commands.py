@@ -100,4 +100,4 @@ def test_explain_knows_both_graphs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(LLAMA), "reduce_scatter_tensor_3", "--mode", "topo_span"]) == 0
     assert capsys.readouterr().out.startswith("bw: reduce_scatter_tensor_3")
     assert main(["explain", str(LLAMA), "nothing_like_it", "--mode", "topo_span"]) == 2
-    assert "no node nothing_like_it" in capsys.readouterr().err
+    assert "no collective or parameter nothing_like_it" in capsys.readouterr().err

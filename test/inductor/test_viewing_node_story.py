@@ -116,7 +116,10 @@ def test_a_chain_is_followed_into_its_one_collective(report: Report) -> None:
     assert found.after is not None and found.after.launch.bucket == 2
     text = "\n".join(found.lines())
     assert f"all_gather of 8 ranks on group 0 instead of {first}, {bucket.members[1]}" in text
-    assert "is merged into bucket" in text
+    merged = f"{len(bucket.members)} collectives, "
+    assert bucket.label and f"is merged into bucket {bucket.label}: {merged}" in text
+    unnamed = replace(fused, buckets=tuple(replace(each, label="") for each in fused.buckets))
+    assert f"is merged into a bucket: {merged}" in "\n".join(story(unnamed, first).lines())
 
 
 def test_unknown_names_get_near_ones(report: Report) -> None:

@@ -97,9 +97,12 @@ def read_trace(path: Path, rank: int | None = None) -> Trace:
 
 
 def _read_folder(path: Path, rank: int | None) -> Trace:
-    logs = sorted(path.glob("*.log"))
+    found = logs = sorted(path.glob("*.log"))
     if rank is not None:
-        logs = [log for log in logs if re.search(rf"rank_{rank}(?!\d)", log.name)]
+        logs = [log for log in found if re.search(rf"rank_{rank}(?!\d)", log.name)]
+        if found and not logs:
+            names = ", ".join(log.name for log in found[:4])
+            raise CaptureFormatError(f"{path}: no log of rank {rank} among {len(found)} ({names})")
     if len(logs) == 1:
         return read_trace(logs[0])
     if logs:
@@ -116,6 +119,11 @@ def _read_folder(path: Path, rank: int | None) -> Trace:
             text = file.read_text(encoding="utf-8", errors="replace")
             trace.entries.append(Entry(match[1], compile_id, None, budget.take(text)))
     if not trace.entries:
+        if captures := sorted(path.glob("*.json.gz")):
+            names = ", ".join(capture.name for capture in captures[:4])
+            raise CaptureFormatError(
+                f"{path}: a folder of {len(captures)} captures; take one ({names})"
+            )
         raise CaptureFormatError(f"{path}: a folder without logs, and without graphs of tlparse")
     return trace
 

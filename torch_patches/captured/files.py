@@ -37,6 +37,10 @@ from torch_patches.captured._trace import GRAPHS, Entry, Trace, is_trace, read_t
 __all__ = ["Loaded", "is_capture", "load_any", "load_compile"]
 
 _GZIP = b"\x1f\x8b"
+_TAKEN_FOR_PRINTED = (
+    "it was read as a graph that torch printed, since it is no capture (gzip), no repro file "
+    "(fx_graph_runnable) and no log of TORCH_TRACE"
+)
 _AFTER = "inductor_post_grad_graph"
 #: Names of a log's entries as those of a capture's graphs; of two for one name the later counts.
 _NAMES = {
@@ -113,7 +117,10 @@ def load_any(
     if is_repro(text):
         read, kind = read_repro(text, symbols, path.name), "repro"
     else:
-        read, kind = read_printed(text, symbols, path.name), "printed"
+        try:
+            read, kind = read_printed(text, symbols, path.name), "printed"
+        except CaptureFormatError as error:
+            raise CaptureFormatError(f"{error}; {_TAKEN_FOR_PRINTED}") from error
     return _loaded({"fw": read}, symbols, given, kind, path.name)
 
 

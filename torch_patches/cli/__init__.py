@@ -58,7 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     try:
-        arguments = _parser(given).parse_args(given)
+        parser = _parser(given)
+        if not given:
+            parser.print_help(sys.stderr)
+            print("\ntorch-patches: error: a command is expected", file=sys.stderr)
+            return EXIT_USAGE
+        arguments = parser.parse_args(given)
     except SystemExit as end:  # argparse has printed help, or its error
         return end.code if isinstance(end.code, int) else EXIT_USAGE
     with logging_to_stderr(arguments.verbose):

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{arguments.directory / file['file']}: {graphs}")
     if done.returncode:
         print(f"torch-patches capture: the program ended with {done.returncode}", file=sys.stderr)
-    if not files:
+    elif not files:  # of a program that failed its own error is the cause
         print(f"torch-patches capture: {_NONE}", file=sys.stderr)
     return EXIT_OK if files and not done.returncode else EXIT_DIFFERS
 

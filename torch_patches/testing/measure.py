@@ -314,7 +314,10 @@ def measure_issue(bench: Bench) -> IssueCosts:
     one, many = bench.issue_us(gathers(1)), bench.issue_us(gathers(_MEMBERS))
     member = float(f"{max(many - one, 0.0) / (_MEMBERS - 1):.6g}")
     costs = IssueCosts(kernel, collective, member, wait)
-    bench.say(f"host: {costs}")
+    bench.say(
+        f"host: {kernel:.4g} us a kernel, {collective:.4g} us a collective, {member:.4g} us a "
+        f"further tensor in it, {wait:.4g} us a wait"
+    )
     return costs
 
 

@@ -66,7 +66,8 @@ _ADVICE = {
     ),
     ExposureReason.PREFETCH: "a larger max_compute_pre_fetch",
     ExposureReason.ORDER: (
-        "another bucketing (bucket_cap_mb, max_topo_span), more max_schedules, or mode 'auto'"
+        "another bucketing (bucket_cap_mb, max_topo_span); where the mode is 'auto' already, a "
+        "larger max_schedules, else that mode"
     ),
 }
 

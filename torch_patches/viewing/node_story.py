@@ -145,7 +145,9 @@ def _starts_of(record: StoryRecord, name: str, starts: Sequence[str]) -> list[st
         raise NoSuchCollectiveError(f"{name} is no collective and waits for none")
     known = list(dict.fromkeys([*starts, *filter(None, parameters.values())]))
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or known[:3]
-    raise NoSuchCollectiveError(f"no node {name}; there are {', '.join(near)}, ...")
+    raise NoSuchCollectiveError(
+        f"no collective or parameter {name}; there are {', '.join(near)}, ..."
+    )
 
 
 # -- text -----------------------------------------------------------------------------------------
@@ -175,10 +177,10 @@ def _merged(story: NodeStory) -> Iterator[str]:
             f"{fusion.group_size} ranks on group {fusion.group} instead of {', '.join(fusion.members)}"
         )
     if bucket is not None:
-        label = f" {bucket.label}" if bucket.label else ""
+        bucket_name = f"bucket {bucket.label}" if bucket.label else "a bucket"
         is_it = "is" if story.before is None else "is merged into"
         yield (
-            f"  {is_it} bucket{label}: {len(bucket.members)} collectives, "
+            f"  {is_it} {bucket_name}: {len(bucket.members)} collectives, "
             f"{mib(bucket.size_bytes)}, form {bucket.form}, span {bucket.span}, closed by "
             f"{bucket.close_reason}"
         )
