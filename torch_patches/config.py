@@ -137,7 +137,11 @@ def _completed(options: Options) -> Options:
         options = replace(options, module_stack_digest=estimation_key(options.module_stack_fn))
     if options.calibration_file is None or options.bucketing_mode == "none":
         return options
-    table = load_calibration(options.calibration_file)
+    try:
+        table = load_calibration(options.calibration_file)
+    except OSError as error:  # of the same kind, with the flag's name
+        what = f"{_flag_label('calibration_file')}: {error.strerror}"
+        raise OSError(error.errno, what, options.calibration_file) from error
     return replace(options, calibration=table, calibration_digest=table.content_digest)
 
 

@@ -125,6 +125,7 @@ def optimize_graph(
 
     Raises:
         FlagError: an argument (or the flag it defaults to) has a wrong type or value.
+        BucketCapError: ``bucket_cap_mb`` is a function that fails, or returns no number.
         EstimationError, CalibrationError: the estimation or the table is no good.
         ModulePlanError: entries of the plan match one parameter twice, or nothing.
         ModuleStackError: ``module_stack_fn`` failed.

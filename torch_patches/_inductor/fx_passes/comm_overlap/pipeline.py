@@ -73,6 +73,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import ModulePlanError
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_ways import FULL_WAYS
 from torch_patches._inductor.fx_passes.comm_overlap.passes.tagging import is_tagged, tag_graph
+from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import BucketCapError
 from torch_patches._inductor.fx_passes.comm_overlap.plan import RecordedInput, Skeleton
 from torch_patches._inductor.fx_passes.comm_overlap.portable_plan import PortablePlan
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
@@ -88,6 +89,7 @@ log = logging.getLogger(__name__)
 
 #: The user's own mistakes: they raise, as bad flags do.
 USER_ERRORS = (
+    BucketCapError,
     EstimationError,
     CalibrationError,
     ModulePlanError,

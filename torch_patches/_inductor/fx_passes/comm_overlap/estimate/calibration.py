@@ -32,6 +32,7 @@ misspelt one would silently leave the constants in use.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -134,7 +135,7 @@ def _on_one_line(match: re.Match[str]) -> str:
 def _read(name: str) -> bytes:
     # A pipe would make the compile wait for a writer.
     if not stat.S_ISREG(os.stat(name).st_mode):
-        raise OSError(f"{name} is not a regular file")
+        raise OSError(errno.EINVAL, "not a regular file", name)
     with open(name, "rb") as stream:
         data = stream.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:

@@ -137,13 +137,9 @@ class Storages:
 
     def _view(self, node: fx.Node, viewed: fx.Node) -> _Indices:
         if node.target is operator.getitem:
-            index, value = node.args[1], viewed.meta.get("val")
+            index = _place_of(node.args[1], viewed.meta.get("val"))
             items = self._items_of(viewed)
-            if (
-                isinstance(value, (list, tuple))
-                and isinstance(index, int)
-                and len(items) == len(value)
-            ):
+            if index is not None and -len(items) <= index < len(items):
                 return items[index]
         return self._everything[viewed]
 
@@ -155,7 +151,7 @@ class Storages:
             self.made_at.append(place)
             self.last_use.append(place)
             return
-        items = value if isinstance(value, (list, tuple)) else (value,)
+        items = _parts_of(value)
         tensors = [list(tensors_of(item)) for item in items]
         sizes = iter(self._sizes(node, [t for item in tensors for t in item]))
         made = tuple([tuple([self._add(next(sizes), place) for _ in item]) for item in tensors])
@@ -208,6 +204,20 @@ class Storages:
         if flight is not None:
             self._use(flight.sent, place)
             self._use(flight.together, place)
+
+
+def _parts_of(value: object) -> Sequence[object]:
+    """The items of a list, tuple or dict; anything else is one."""
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _place_of(index: object, value: object) -> int | None:
+    """Place of an item among :func:`_parts_of`; None where ``value`` has no such item."""
+    if isinstance(value, dict):
+        return list(value).index(index) if index in value else None
+    return index if isinstance(value, (list, tuple)) and isinstance(index, int) else None
 
 
 def _nodes_of(argument: object) -> list[fx.Node]:

@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    attribute_of,
     first_argument,
     inputs_of,
     is_control_deps,
@@ -181,10 +182,9 @@ def _classify_higher_order(
 
 
 def _subgraph_nodes(node: fx.Node) -> Iterator[fx.Node]:
-    owner = node.graph.owning_module
     for argument in inputs_of(node):
-        if argument.op == "get_attr" and owner is not None:
-            module = getattr(owner, str(argument.target), None)
+        if argument.op == "get_attr":
+            module = attribute_of(argument)
             if isinstance(module, fx.GraphModule):
                 yield from module.graph.nodes
 

@@ -242,17 +242,21 @@ def is_control_deps(node: fx.Node) -> bool:
     return traits_of(node.target).is_control_deps
 
 
+def attribute_of(node: fx.Node) -> object:
+    """What a ``get_attr`` node reads, also below other modules (``a.b.weight``); None where the
+    graph's module has nothing there."""
+    found: object = node.graph.owning_module
+    for step in str(node.target).split("."):
+        found = getattr(found, step, None)
+    return found
+
+
 def wrapped_node(node: fx.Node) -> fx.Node | None:
     """The single op inside a ``control_deps`` node, or None."""
     if not is_control_deps(node) or len(node.args) < 2:
         return None
     attribute = node.args[1]
-    owner = node.graph.owning_module
-    if not isinstance(attribute, fx.Node) or owner is None:
-        return None
-    module: object = owner
-    for part in str(attribute.target).split("."):
-        module = getattr(module, part, None)
+    module = attribute_of(attribute) if isinstance(attribute, fx.Node) else None
     if not isinstance(module, fx.GraphModule):
         return None
     calls = [n for n in module.graph.nodes if n.op == "call_function"]
@@ -276,9 +280,12 @@ def wait_source(node: fx.Node) -> fx.Node | None:
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
-    """Tensors in a node's ``meta["val"]``: itself, or those of a list or tuple."""
+    """Tensors in a node's ``meta["val"]``: itself, or those of a list, tuple or dict (which a
+    functional Triton kernel returns)."""
     if isinstance(value, torch.Tensor):
         yield value
+    elif isinstance(value, dict):
+        yield from tensors_of(list(value.values()))
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_of(item)

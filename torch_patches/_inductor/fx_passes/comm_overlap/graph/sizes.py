@@ -12,6 +12,8 @@ import torch
 
 #: Every free symbol counts as this many elements when a decision needs a number.
 SYMBOLIC_DIM_FALLBACK = 4096
+#: More than any memory has: what caps are cut off at.
+MOST_BYTES = 1 << 62
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int | torch.SymInt:
@@ -28,12 +30,23 @@ def total_bytes(tensors: Iterable[torch.Tensor]) -> int | torch.SymInt:
 
 
 def decision_bytes(size: int | torch.SymInt) -> int:
-    """``size`` with each symbol replaced by the fallback: the only form a decision may read."""
+    """``size`` with each symbol replaced by the fallback: the only form a decision may read.
+
+    A size that has no value there (``s0 // (s1 - s0)``) counts as one symbol.
+    """
     if isinstance(size, int):
         return size
     expression = size.node.expr
     symbols = sorted(expression.free_symbols, key=str)
-    return max(int(expression.subs(dict.fromkeys(symbols, SYMBOLIC_DIM_FALLBACK))), 0)
+    try:
+        return max(int(expression.subs(dict.fromkeys(symbols, SYMBOLIC_DIM_FALLBACK))), 0)
+    except (ZeroDivisionError, TypeError, ValueError, OverflowError):  # of infinity and NaN, too
+        return SYMBOLIC_DIM_FALLBACK
+
+
+def bytes_in(amount: float, unit: int) -> int:
+    """``amount`` of ``unit`` bytes, which a user gives: however large, the result is a number."""
+    return int(min(amount * unit, MOST_BYTES))
 
 
 def report_bytes(size: int | torch.SymInt) -> int:

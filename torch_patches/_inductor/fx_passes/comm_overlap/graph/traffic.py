@@ -20,6 +20,7 @@ import torch
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    attribute_of,
     has_tensor,
     inputs_of,
     reads_only_shape,
@@ -104,15 +105,8 @@ def _places_in_output(graph: fx.Graph) -> dict[fx.Node, int]:
 def _held_parameters(graph: fx.Graph) -> list[fx.Node]:
     """Parameters that the graph's module holds itself, as ``torch.export``'s modules do; other
     attributes are constants."""
-    owner = graph.owning_module
-    found = []
-    for node in graph.find_nodes(op="get_attr"):
-        held: object = owner
-        for step in str(node.target).split("."):
-            held = getattr(held, step, None)
-        if isinstance(held, torch.nn.Parameter):
-            found.append(node)
-    return found
+    held = graph.find_nodes(op="get_attr")
+    return [node for node in held if isinstance(attribute_of(node), torch.nn.Parameter)]
 
 
 class TrafficFinder:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import bytes_in
 from torch_patches._inductor.fx_passes.comm_overlap.options import (
     DEFAULT_MEMORY_BYTES,
     DEFAULT_MEMORY_INCREASE,
@@ -64,15 +65,18 @@ def memory_limits(options: Options, peak_bytes: int) -> Limits:
         share = DEFAULT_MODULE_MEMORY_INCREASE if modules else DEFAULT_MEMORY_INCREASE
         allowed = max(int(share * peak_bytes), DEFAULT_MEMORY_BYTES)
     else:
-        asked = [None if gib is None else gib * GIB, None if ratio is None else ratio * peak_bytes]
-        allowed = min(int(size) for size in asked if size is not None)
+        asked = [
+            None if gib is None else bytes_in(gib, GIB),
+            None if ratio is None else bytes_in(ratio, peak_bytes),
+        ]
+        allowed = min(size for size in asked if size is not None)
     flight = options.max_in_flight_gb
     prefetch = options.max_compute_pre_fetch
     if prefetch is None and not options.places_by_modules:  # a module may be of any length
         prefetch = DEFAULT_PREFETCH
     return Limits(
         peak_bytes=peak_bytes + allowed,
-        in_flight_bytes=None if flight is None else int(flight * GIB),
+        in_flight_bytes=None if flight is None else bytes_in(flight, GIB),
         prefetch_kernels=prefetch,
     )
 

@@ -24,8 +24,10 @@ Positions are taken once, before any change; every rank with the same skeleton g
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -36,6 +38,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.saturation import (
     default_cap_bytes,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.augmented_graph import AugmentedGraph
+from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import bytes_in
+from torch_patches._inductor.fx_passes.comm_overlap.notices import RANK_LOCAL_ERRORS
 from torch_patches._inductor.fx_passes.comm_overlap.options import BucketCap, Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import (
     Merger,
@@ -174,22 +178,47 @@ def greedy_buckets(
     return Plan(tuple(buckets), tuple(reasons), merger.operations - before)
 
 
+class BucketCapError(ValueError):
+    """A user's function for ``bucket_cap_mb`` failed, or returned what is no number."""
+
+
 def cap_bytes(cap: BucketCap, bucket_index: int, key: BucketKey, largest_bytes: int) -> int:
     """Bytes that the bucket with this index within its key may hold.
 
     Args:
         largest_bytes: size of the key's largest candidate, which counts where there is no cap and
             the key is not one of all-reduces.
+
+    Raises:
+        BucketCapError: the cap is a function that raises, or returns no number.
     """
     if cap is None and key.kind is CollectiveKind.ALL_REDUCE:
         return ALL_REDUCE_BYTES
     if cap is None:
         return default_cap_bytes(key.group_size, largest_bytes)
     if callable(cap):
-        return int(cap(bucket_index) * MIB)
+        return bytes_in(_answer(cap, bucket_index), MIB)
     if isinstance(cap, tuple):
-        return int(cap[min(bucket_index, len(cap) - 1)] * MIB)
-    return int(cap * MIB)
+        return bytes_in(cap[min(bucket_index, len(cap) - 1)], MIB)
+    return bytes_in(cap, MIB)
+
+
+def _answer(cap: Callable[[int], float], bucket_index: int) -> float:
+    """What the user's function says."""
+    try:
+        mb: object = cap(bucket_index)
+    except RANK_LOCAL_ERRORS:
+        raise
+    except Exception as error:
+        what = f"raised {type(error).__name__}: {error}"
+        raise BucketCapError(
+            f"bucket_cap_mb, a function, {what}, for bucket {bucket_index}"
+        ) from error
+    if isinstance(mb, numbers.Real) and not math.isnan(mb):
+        return float(mb)
+    raise BucketCapError(
+        f"bucket_cap_mb, a function, returned {mb!r} for bucket {bucket_index}; it must be MB, a number"
+    )
 
 
 _REFUSAL_OF = {
@@ -242,7 +271,7 @@ class _KeyRun:
         most = self.options.max_reduction_mb
         if most is None or self.key.kind is CollectiveKind.ALL_GATHER:
             return cap
-        return min(cap, int(most * MIB))
+        return min(cap, bytes_in(most, MIB))
 
     def _starts_small(self) -> bool:
         by_bucket = isinstance(self.options.bucket_cap_mb, tuple) or callable(

@@ -1,0 +1,192 @@
+"""Graphs and flags that nobody means: numbers beyond any machine, subgraphs and results in odd places,
+sizes that have no value. No pass may fail on one, or overlook what it does."""
+
+from __future__ import annotations
+
+import math
+import operator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import torch_patches
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import live_bytes
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.notices import STRICT_VARIABLE
+from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import BucketCapError
+from torch_patches._inductor.fx_passes.comm_overlap.plan import BarrierKind
+from torch_patches.testing import effect_ops
+from torch_patches.testing.graph_builder import GraphBuilder
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails inside a pass raises, instead of leaving the graph."""
+    monkeypatch.setenv(STRICT_VARIABLE, "1")
+
+
+def gathers() -> fx.GraphModule:
+    b = GraphBuilder()
+    x = b.placeholder(8, 8)
+    for shard in [b.placeholder(4, 8) for _ in range(4)]:
+        x = b.call(aten.mm, x, b.gather_and_wait(shard, 2, "g"))
+    return b.output(x)
+
+
+# ---------------------------------------------------------------- flags
+
+
+@pytest.mark.parametrize("mode", ["topo_span", "auto", "transformer_block"])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("bucket_cap_mb", 1e308),
+        ("bucket_cap_mb", [1.0, 1e308]),
+        ("bucket_cap_mb", lambda index: math.inf),
+        ("max_memory_increase_gb", 1e300),
+        ("max_memory_increase_ratio", 1e308),
+        ("max_in_flight_gb", 1e300),
+    ],
+    ids=str,
+)
+def test_a_cap_beyond_any_machine_is_no_cap(mode: str, name: str, value: Any) -> None:
+    arguments = {"bucketing_mode": mode, "overlap": True, name: value}
+    report = torch_patches.optimize_graph(gathers(), **arguments)
+    assert report.failure is None
+    assert report.collectives_before == {"all_gather": 4}
+    assert report.collectives_after["all_gather"] < 4
+
+
+@pytest.mark.parametrize("answer", [None, math.nan, "25", [25]])
+def test_a_cap_function_that_gives_no_number_is_the_users_mistake(answer: Any) -> None:
+    gm = gathers()
+    before = str(gm.graph)
+    with pytest.raises(
+        BucketCapError, match=r"bucket_cap_mb, a function, returned .* for bucket 0"
+    ):
+        torch_patches.optimize_graph(gm, bucketing_mode="topo_span", bucket_cap_mb=lambda _: answer)
+    assert str(gm.graph) == before
+
+
+def test_a_cap_function_that_raises_is_the_users_mistake() -> None:
+    with pytest.raises(BucketCapError, match=r"raised ZeroDivisionError: .* for bucket 0"):
+        torch_patches.optimize_graph(
+            gathers(), bucketing_mode="topo_span", bucket_cap_mb=lambda index: 25 / index
+        )
+
+
+@pytest.mark.parametrize("name", [".", "missing.json"])
+def test_a_calibration_file_that_cannot_be_read_is_told_with_its_flag(
+    tmp_path: Path, name: str
+) -> None:
+    path = str(tmp_path / name)
+    with pytest.raises(OSError, match=r"optimizations\.calibration_file: ") as caught:
+        torch_patches.optimize_graph(gathers(), calibration_file=path)
+    assert caught.value.filename == path
+    assert isinstance(caught.value, FileNotFoundError) == (name != ".")
+
+
+# ---------------------------------------------------------------- higher-order ops
+
+
+def called_from(path: str, inside: str) -> fx.GraphModule:
+    """A subgraph, which a module below the graph's may hold, between two gathers."""
+    i = GraphBuilder()
+    y = i.call(aten.relu, i.placeholder(8, 8))
+    if inside == "effect":
+        i.call(effect_ops.barrier_, y)
+    elif inside == "collective":
+        y = i.reduce_and_wait(y, "sum", "g")
+    elif inside == "random":
+        y = i.call(aten.bernoulli.p, y, 0.5)
+    subgraph = i.output(y)
+
+    b = GraphBuilder()
+    x, *shards = b.placeholder(8, 8), b.placeholder(4, 8), b.placeholder(4, 8)
+    x = b.call(aten.mm, x, b.gather_and_wait(shards[0], 2, "g"))
+    called = b.graph.call_function(invoke_subgraph, (b.graph.get_attr(path), "s", x))
+    called.meta["val"] = (x.meta["val"],)
+    x = b.call(aten.mm, b.getitem(called, 0), b.gather_and_wait(shards[1], 2, "g"))
+    b.graph.output((x,))
+    root = torch.nn.Module()
+    *above, name = path.split(".")
+    holder = root
+    for step in above:
+        holder.add_module(step, torch.nn.Module())
+        holder = holder.get_submodule(step)
+    holder.add_module(name, subgraph)
+    return fx.GraphModule(root, b.graph)
+
+
+@pytest.mark.parametrize("path", ["subgraph", "held.below.subgraph"])
+@pytest.mark.parametrize(
+    "inside, kind",
+    [
+        ("nothing", None),
+        ("effect", BarrierKind.EFFECT),
+        ("collective", BarrierKind.EFFECT),
+        ("random", BarrierKind.RNG),
+    ],
+)
+def test_what_a_subgraph_does_is_seen_wherever_it_is_held(
+    path: str, inside: str, kind: BarrierKind | None
+) -> None:
+    barriers = collect(called_from(path, inside).graph).barriers
+    assert [b.kind for b in barriers] == ([] if kind is None else [kind])
+
+
+def triton_kernel(as_dict: bool) -> fx.GraphModule:
+    """A functional Triton kernel returns its results by name; a tuple of them is the same."""
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
+
+    b = GraphBuilder()
+    x = b.placeholder(256, 256)
+    arguments: dict[str, Any] = {"kernel_idx": 0, "constant_args_idx": 0, "grid": [(1, 1, 1)]}
+    arguments |= {"tma_descriptor_metadata": {}, "kwargs": {"x": x}, "tensors_to_clone": []}
+    kernel = b.graph.call_function(triton_kernel_wrapper_functional, (), arguments)
+    with b.fake_mode:
+        made = {"big": torch.empty(256, 256), "small": torch.empty(16)}
+    kernel.meta["val"] = made if as_dict else tuple(made.values())
+    big, small = (
+        b.graph.call_function(operator.getitem, (kernel, name if as_dict else place))
+        for place, name in enumerate(made)
+    )
+    big.meta["val"], small.meta["val"] = made["big"], made["small"]
+    late = b.call(aten.neg, b.call(aten.relu, big))
+    return b.output(late, b.call(aten.neg, small))
+
+
+def test_results_by_name_have_bytes_and_lifetimes_of_their_own() -> None:
+    by_name, by_place = (
+        live_bytes(gm.graph).at_node
+        for gm in (triton_kernel(as_dict=True), triton_kernel(as_dict=False))
+    )
+    assert by_name == by_place
+    assert by_name[1] >= 2 * 4 * 256 * 256  # the kernel: what it reads and what it makes
+
+
+# ---------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize("mode", ["topo_span", "auto"])
+def test_a_size_that_divides_by_the_difference_of_two_symbols(mode: str) -> None:
+    """All symbols count as equal, and the difference of two of them as nothing."""
+    b = GraphBuilder(FakeTensorMode(shape_env=ShapeEnv()))
+    one, two = b.symbol(64), b.symbol(128)
+    shards = [b.placeholder(4, 8) for _ in range(3)]
+    x = b.placeholder(8, 8)
+    for shard in shards:
+        x = b.call(aten.mm, x, b.gather_and_wait(shard, 2, "g"))
+    rows = b.call(operator.floordiv, one, b.call(operator.sub, two, one))
+    y = b.reduce_and_wait(b.call(aten.empty.memory_format, [rows, 8]), "sum", "g")
+    report = torch_patches.optimize_graph(b.output(x, y), bucketing_mode=mode, overlap=True)
+    assert report.failure is None
+    assert report.collectives_after == {"all_gather": 1, "all_reduce": 1}
