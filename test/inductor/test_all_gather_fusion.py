@@ -286,6 +286,29 @@ def test_parts_of_a_weight_are_no_padding() -> None:
     assert len(planned(b.output(*parts))[0]) == 1
 
 
+def test_parts_of_a_weight_behind_views_that_one_rank_has() -> None:
+    b, wait = chain()
+    parts = [
+        b.call(aten.slice.Tensor, b.call(aten.alias, wait), 0, 0, 8),
+        b.call(aten.slice.Tensor, b.call(aten.view, wait, [16, 6]), -2, -8),
+    ]
+    assert len(planned(b.output(*parts))[0]) == 1
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_the_part_of_a_weight_that_a_rank_works_on(rank: int) -> None:
+    """It is the first one on one rank only, where it looks as if padding were cut off."""
+    b, wait = chain()
+    part = b.call(aten.slice.Tensor, wait, 0, 4 * rank, 4 * rank + 4)
+    assert only_refusal(b.output(part)) is RefusalReason.CHAIN_UNEVEN
+
+
+def test_padding_that_is_cut_off_twice() -> None:
+    b, wait = chain()
+    parts = [b.call(aten.slice.Tensor, x, 0, 0, 15) for x in (wait, b.call(aten.alias, wait))]
+    assert only_refusal(b.output(*parts)) is RefusalReason.CHAIN_UNEVEN
+
+
 def test_a_gradient_that_is_padded_in_front() -> None:
     b = GraphBuilder()
     wait = b.scatter_and_wait(padded(b, b.placeholder(15, 3)), "sum", 4, "outer")

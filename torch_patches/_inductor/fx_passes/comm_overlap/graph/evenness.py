@@ -14,16 +14,21 @@ backward with what cuts it.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import schema_arguments
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    does_work,
+    first_argument,
     is_cast,
     is_full_slice,
     is_view,
     op_name,
     op_namespace,
     reads_only_shape,
+    same_sizes,
     wait_source,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import makes_constant
@@ -37,19 +42,21 @@ _MAX_NODES = 256
 
 
 def is_cut_behind(wait: fx.Node) -> bool:
-    """All that is read of a result, behind views and other gathers, is the first part of it.
+    """All that is read of a result, behind views and other gathers, are parts that leave some of it
+    out.
 
-    What a forward graph returns for its backward tells nothing.
+    Which part does not matter: padding is cut off behind the first one, but a rank may also take the
+    part of a weight that it works on, which is the first one on one rank only.  Parts that together
+    are the whole are those of a weight.  What a forward graph returns for its backward tells nothing.
     """
-    pending, seen, is_cut = [wait], {wait}, False
+    pending, seen = [wait], {wait}
+    parts: list[fx.Node] = []
     while pending:
         for reader in pending.pop().users:
             if reader.op == "output" or reads_only_shape(reader) or reader in seen:
                 continue
             if _is_part(reader):
-                if not _keeps_first_part(reader):
-                    return False  # parts of a weight, not its padding
-                is_cut = True
+                parts.append(reader)
                 continue
             if not _passes_on(reader):
                 return False
@@ -57,7 +64,7 @@ def is_cut_behind(wait: fx.Node) -> bool:
             pending.append(reader)
         if len(seen) > _MAX_NODES:
             return True
-    return is_cut
+    return bool(parts) and not _are_the_whole(parts)
 
 
 def is_padded_in_front(start: fx.Node) -> bool:
@@ -110,6 +117,50 @@ def _is_part(node: fx.Node) -> bool:
     return is_slice and not is_full_slice(node)
 
 
-def _keeps_first_part(part: fx.Node) -> bool:
-    start = part.args[2] if len(part.args) > 2 else part.kwargs.get("start", 0)
-    return start in (0, None)
+def _are_the_whole(parts: Sequence[fx.Node]) -> bool:
+    """Some of the parts are, together, all of what they are parts of, along one dimension."""
+    intervals: dict[tuple[fx.Node, int], list[tuple[int, int]]] = {}
+    for part in parts:
+        found = _interval(part)
+        if found is not None:
+            source, dim, begin, end = found
+            intervals.setdefault((source, dim), []).append((begin, end))
+    return any(
+        _reach(sorted(along)) >= source.meta["val"].shape[dim]
+        for (source, dim), along in intervals.items()
+    )
+
+
+def _interval(part: fx.Node) -> tuple[fx.Node, int, int, int] | None:
+    """What a part is taken from, along which dimension, and from where to where; None where that is
+    not known."""
+    given = schema_arguments(part)
+    source, dim, begin = first_argument(part), given.get("dim", 0), given.get("start") or 0
+    if not isinstance(source, fx.Node) or not isinstance(dim, int) or not isinstance(begin, int):
+        return None
+    source = _as_it_is(source)
+    shape = source.meta["val"].shape
+    size, length = shape[dim], part.meta["val"].shape[dim]
+    if not isinstance(size, int) or not isinstance(length, int) or given.get("step", 1) != 1:
+        return None
+    begin = min(max(begin + size if begin < 0 else begin, 0), size)
+    return source, dim % len(shape), begin, begin + length
+
+
+def _as_it_is(node: fx.Node) -> fx.Node:
+    """What a node shows in the same shape: ranks differ in such views."""
+    while not does_work(node) and isinstance(source := first_argument(node), fx.Node):
+        if not same_sizes(source.meta["val"].shape, node.meta["val"].shape):
+            break
+        node = source
+    return node
+
+
+def _reach(intervals: Sequence[tuple[int, int]]) -> int:
+    """How far sorted intervals go from 0 on without a gap."""
+    reach = 0
+    for begin, end in intervals:
+        if begin > reach:
+            break
+        reach = max(reach, end)
+    return reach
