@@ -19,12 +19,15 @@ import torch_patches
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import live_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.notices import STRICT_VARIABLE
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import BucketCapError
 from torch_patches._inductor.fx_passes.comm_overlap.plan import BarrierKind
 from torch_patches.testing import effect_ops
 from torch_patches.testing.graph_builder import GraphBuilder
+from torch_patches.testing.invariants import find_violation
+from torch_patches.testing.strategies import Description
 
-aten = torch.ops.aten
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +47,7 @@ def gathers() -> fx.GraphModule:
 # ---------------------------------------------------------------- flags
 
 
-@pytest.mark.parametrize("mode", ["topo_span", "auto", "transformer_block"])
+@pytest.mark.parametrize("mode", ["topo_span", "auto"])
 @pytest.mark.parametrize(
     "name, value",
     [
@@ -171,6 +174,76 @@ def test_results_by_name_have_bytes_and_lifetimes_of_their_own() -> None:
     )
     assert by_name == by_place
     assert by_name[1] >= 2 * 4 * 256 * 256  # the kernel: what it reads and what it makes
+
+
+# ---------------------------------------------------------------- metadata
+
+
+def step() -> fx.GraphModule:
+    """Gathers, and gradients that are reduced over shards and then over replicas."""
+    b = GraphBuilder()
+    x = b.placeholder(8, 8)
+    for shard in [b.placeholder(4, 8) for _ in range(3)]:
+        x = b.call(aten.mm, x, b.gather_and_wait(shard, 2, "g"))
+    shards = [b.scatter_and_wait(x, "sum", 2, "g") for _ in range(3)]
+    return b.output(*(b.reduce_and_wait(shard, "sum", "replicas") for shard in shards))
+
+
+def test_any_node_may_lack_its_metadata() -> None:
+    names = [node.name for node in step().graph.nodes if node.op != "output"]
+    for name in ("all", *names):
+        gm = step()
+        for node in gm.graph.nodes:
+            if name in ("all", node.name):
+                node.meta.pop("val", None)
+        report = torch_patches.optimize_graph(gm)
+        assert report.failure is None, name
+        gm.graph.lint()
+
+
+# ---------------------------------------------------------------- what no schedule moves
+
+
+@pytest.mark.parametrize("mode", ["topo_span", "auto", "transformer_block"])
+@pytest.mark.parametrize("form", ["in place", "read before its wait"])
+def test_a_chain_that_ends_with_what_stays(form: str, mode: str) -> None:
+    b = GraphBuilder()
+    x = y = b.placeholder(8, 8)
+    outputs = []
+    for _ in range(4):
+        y = b.call(aten.mm, y, x)
+        shard = b.scatter_and_wait(y, "sum", 2, "dp")
+        op = c10d.all_reduce_ if form == "in place" else c10d.all_reduce
+        start = b.call(op, shard, "sum", "tp")
+        outputs.append(b.wait(start))
+        if form == "read before its wait":
+            outputs.append(b.call(aten.view, start, [32]))
+    for _ in range(3):
+        y = b.call(aten.mm, y, y)
+    flags = Options(mode, enable_overlap_scheduling=True)
+    assert find_violation(b.output(y, *outputs), Description(), flags, trusted=True).buckets
+
+
+@pytest.mark.parametrize("mode", ["topo_span", "auto", "transformer_block"])
+@pytest.mark.parametrize("form", ["out=", "read before its wait", "without a wait"])
+def test_a_chain_that_begins_with_what_stays(form: str, mode: str) -> None:
+    """HSDP: shards of gradients are reduced over replicas; the first reduction has to stay, the second
+    ones are merged."""
+    b = GraphBuilder()
+    x, shards, extra = b.placeholder(8, 8), [], []
+    for _ in range(3):
+        if form == "out=":
+            buffer = b.call(aten.empty.memory_format, [4, 8])
+            start = b.call(c10d.reduce_scatter_tensor_out, x, "sum", 2, "g", out=buffer)
+        else:
+            start = b.reduce_scatter(x, "sum", 2, "g")
+        if form == "read before its wait":
+            extra.append(b.call(aten.view, start, [32]))
+        shards.append(start if form == "without a wait" else b.wait(start))
+    gm = b.output(*(b.reduce_and_wait(shard, "sum", "replicas") for shard in shards), *extra)
+    report = torch_patches.optimize_graph(gm, bucketing_mode=mode, overlap=True)
+    assert report.failure is None
+    assert report.collectives_after == {"reduce_scatter": 3, "all_reduce": 1}
 
 
 # ---------------------------------------------------------------- sizes

@@ -41,12 +41,16 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
 
 
 def shared_shard_bytes(skeleton: Skeleton) -> dict[fx.Node, int]:
-    """Bytes to count for the nodes whose own may differ between ranks; linear in them."""
+    """Bytes to count for the nodes whose own may differ between ranks; linear in them.
+
+    Nothing of collectives without metadata, which no rank merges or moves.
+    """
     result: dict[fx.Node, int] = {}
-    for collective in skeleton.collectives:
+    known = [c for c in skeleton.collectives if c.key is not None]
+    for collective in known:
         if collective.kind is CollectiveKind.ALL_GATHER and collective.traffic is Traffic.PARAMETER:
             _count_sources(_payloads(collective), result)
-    reductions = [c for c in skeleton.collectives if c.traffic is Traffic.GRADIENT]
+    reductions = [c for c in known if c.traffic is Traffic.GRADIENT]
     starts = {reduction.start for reduction in reductions}
     for reduction in reductions:
         for node, count in _outcomes(reduction):

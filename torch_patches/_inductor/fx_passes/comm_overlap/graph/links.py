@@ -142,7 +142,7 @@ def _scaling_of(member: Collective) -> _ScalingKind | None:
     """What scales the result of the member's only wait, in its dtype, wherever it is read."""
     if len(member.waits) != 1 or member.has_symbolic_size:
         return None
-    dtype = member.waits[0].meta["val"].dtype
+    dtype = _dtype_of(member.waits[0])
     kinds: set[_ScalingKind] = set()
     pending, seen = [member.waits[0]], {member.waits[0]}
     while pending:
@@ -161,6 +161,11 @@ def _scaling_of(member: Collective) -> _ScalingKind | None:
 
 def _rearranges(node: fx.Node) -> bool:
     return passes_through(node) and op_namespace(node.target) not in COLLECTIVE_NAMESPACES
+
+
+def _dtype_of(wait: fx.Node) -> torch.dtype | None:
+    value = wait.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def _dtypes_of(node: fx.Node) -> set[torch.dtype]:
@@ -184,7 +189,7 @@ def _scaling_behind(member: Collective) -> fx.Node | None:
     if len(member.waits) != 1 or member.has_symbolic_size:
         return None
     node = member.waits[0]
-    dtype = node.meta["val"].dtype
+    dtype = _dtype_of(node)
     while len(node.users) == 1:
         node = next(iter(node.users))
         value = node.meta.get("val")

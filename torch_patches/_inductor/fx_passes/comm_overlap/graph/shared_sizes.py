@@ -52,7 +52,8 @@ def with_shared_sizes(
 
 def _scaled(size: int, whole: Collective, part: Collective) -> int:
     """Size of ``part``, which handles what ``whole`` leaves of (or makes into) ``size`` bytes."""
-    assert whole.key is not None and part.key is not None
+    if whole.key is None or part.key is None:
+        return size  # without metadata, which all ranks lack
     if whole.kind is not CollectiveKind.ALL_REDUCE:
         size //= max(whole.key.group_size or 1, 1)
     return size * part.key.dtype.itemsize // whole.key.dtype.itemsize

@@ -15,11 +15,16 @@ each other is one, of their buckets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import Merger
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, MergeForm, RefusalReason
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    Collective,
+    MergeForm,
+    RefusalReason,
+    Traffic,
+)
 
 
 class LinearMerger(Merger):
@@ -40,7 +45,7 @@ class LinearMerger(Merger):
         self._stretch: dict[int, tuple[int, int]] = {
             index: (gather.earliest, gather.latest) for index, gather in track.gathers.items()
         }
-        self._above = _feeders(track.reductions)
+        self._above = _feeders(track.skeleton.collectives)
         self._chained = any(self._above.values())
         self._members: dict[int, set[int]] = {}  # of buckets of reductions, by the first
         self._bucket: dict[int, int] = {}  # reduction in a bucket -> the first of it
@@ -108,11 +113,12 @@ class LinearMerger(Merger):
         return max(one[0], two[0]), min(one[1], two[1])
 
 
-def _feeders(reductions: Mapping[int, Collective]) -> dict[int, set[int]]:
-    """For each reduction, those whose results it reduces further."""
+def _feeders(collectives: Sequence[Collective]) -> dict[int, set[int]]:
+    """For each gradient reduction, also one that no schedule moves, those whose results it reduces
+    further."""
     above: dict[int, set[int]] = {}
-    for index, reduction in reductions.items():
-        feeder = reduction.feeder
-        inherited = {feeder, *above.get(feeder, ())} if feeder is not None else set()
-        above[index] = inherited
+    for reduction in collectives:
+        if reduction.traffic is Traffic.GRADIENT:
+            feeder = reduction.feeder
+            above[reduction.index] = set() if feeder is None else {feeder, *above[feeder]}
     return above

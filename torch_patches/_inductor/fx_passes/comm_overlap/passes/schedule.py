@@ -146,6 +146,7 @@ class _Scheduler:
             for feeder in self.feeders[unit.index]:
                 self.fed.setdefault(feeder, []).append(unit)
         self.late_waits: dict[int, list[Collective]] = {}  # place -> others waited for there
+        self.overdue: set[int] = set()  # reached waits of units that a bucket behind them feeds
 
     def _queue_place(self, unit: Unit) -> tuple[float, ...]:
         """In order of use, or as a timing has them; between the side effects that none may pass.
@@ -314,6 +315,8 @@ class _Scheduler:
         self.lanes.start(unit.launch)
         self.started.add(unit.index)
         self.in_flight += unit.size_bytes
+        if unit.index in self.overdue:
+            self._wait_in_place(unit)
 
     def _reach_start(self, place: int, collective: Collective) -> None:
         unit = self.unit_of[collective.index]
@@ -328,6 +331,9 @@ class _Scheduler:
             self._collect_down_to(self.limits.peak_bytes - most, place)
             self.memory.note_peak(live + self.memory.held_bytes)
             self.memory.held_bytes += collective.size_bytes
+        else:  # it stays where it is, so what it reduces further is needed now
+            for feeder in sorted(self.feeders[unit.index]):
+                self._collect(self.unit_of[feeder], place)
         self._launch_if_ready(place, unit)
 
     def _launch_if_ready(self, place: int, unit: Unit) -> None:
@@ -392,10 +398,16 @@ class _Scheduler:
         if unit.gathers:
             self._use_gather(place, node, unit)
         elif not self._is_reduction(unit) and unit.index not in self.used:
-            if unit.index not in self.awaited:
-                self.awaited.add(unit.index)
-                self.in_flight -= unit.size_bytes
-            self.lanes.wait(unit.launch)
+            if unit.index in self.started:
+                self._wait_in_place(unit)
+            else:
+                self.overdue.add(unit.index)
+
+    def _wait_in_place(self, unit: Unit) -> None:
+        if unit.index not in self.awaited:
+            self.awaited.add(unit.index)
+            self.in_flight -= unit.size_bytes
+        self.lanes.wait(unit.launch)
 
     # -- reductions ----------------------------------------------------------------------------------
 
