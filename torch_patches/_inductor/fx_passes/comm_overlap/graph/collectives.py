@@ -28,6 +28,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.links import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     is_view,
+    schema_arguments,
     tensors_of,
     traits_of,
     viewed_node,
@@ -109,15 +110,6 @@ def collective_kind(node: fx.Node) -> CollectiveKind | None:
 def _traits(node: fx.Node) -> _OpTraits | None:
     about = traits_of(node.target)
     return _OPS.get(about.name or "") if about.communicates else None
-
-
-def schema_arguments(node: fx.Node) -> dict[str, object]:
-    """Arguments of an op node by name, in the order of its schema, defaults left out."""
-    names = traits_of(node.target).arguments
-    if not node.kwargs:
-        return dict(zip(names, node.args, strict=False))
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return {name: given[name] for name in names if name in given}
 
 
 def collect(graph: fx.Graph) -> Skeleton:

@@ -14,12 +14,12 @@ from torch.utils._mode_utils import no_dispatch
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     BUCKET_MARK,
-    schema_arguments,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     COLLECTIVE_NAMESPACES,
     op_name,
     op_namespace,
+    schema_arguments,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import (
     TAG_MARK,

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 
 import torch.fx as fx
 
-from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import schema_arguments
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     does_work,
     first_argument,
@@ -29,6 +28,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     op_namespace,
     reads_only_shape,
     same_sizes,
+    schema_arguments,
     wait_source,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import makes_constant

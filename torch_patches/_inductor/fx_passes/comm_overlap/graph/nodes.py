@@ -313,3 +313,12 @@ class ResultBytes(dict[fx.Node, int]):
             size = sum([decision_bytes(tensor_bytes(t)) for t in tensors_of(value)])
         self[node] = size
         return size
+
+
+def schema_arguments(node: fx.Node) -> dict[str, object]:
+    """Arguments of an op node by name, in the order of its schema, defaults left out."""
+    names = traits_of(node.target).arguments
+    if not node.kwargs:
+        return dict(zip(names, node.args, strict=False))
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {name: given[name] for name in names if name in given}

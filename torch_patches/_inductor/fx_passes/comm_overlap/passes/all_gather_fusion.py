@@ -23,14 +23,17 @@ from typing import Any, Protocol
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.chains import Link, find_chains
-from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import schema_arguments
 from torch_patches._inductor.fx_passes.comm_overlap.graph.evenness import (
     UNEVEN_MARK,
     is_cut_behind,
     is_padded_in_front,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.fuse import fuse_chain
-from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import first_argument, op_namespace
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    first_argument,
+    op_namespace,
+    schema_arguments,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import expression_of
 from torch_patches._inductor.fx_passes.comm_overlap.passes.chain_proof import prove
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
