@@ -33,7 +33,6 @@ LONG_FILES = (
     "test_cli_replay.py",
     "test_hooks_compile.py",
     "test_upstream_commits.py",
-    "test_upstream_last_commits.py",
     "test_module_bucketing.py",
     "test_module_cache.py",
     "test_control_inductor.py",

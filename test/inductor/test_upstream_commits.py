@@ -1,9 +1,8 @@
 """Each commit of the stack for PyTorch runs in the tree: its modules import, its tests pass, ruff is
 content, and a fix's tests fail without it.
 
-All tests of a commit run, and no other commit's; each run is a fork of one process that has imported
-torch (``tools/upstream/server.py``).  The last ones, whose tests take longest, are in
-``test_upstream_last_commits.py``.
+All tests of a commit run, with fewer examples, and no other commit's; each run is a fork of one
+process that has imported torch (``tools/upstream/server.py``).
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from upstream.tree import find_tree
 MANIFEST = load_manifest()
 RELEASE = ".".join(map(str, _compat.torch_release()))
 COMMITS = [commit for commit in MANIFEST.commits if commit.serves(RELEASE)]
-#: Where the other file starts.
-LAST = 1 + [commit.title.endswith("gathers against brute force") for commit in COMMITS].index(True)
+#: Of a hypothesis test, which runs with all of them outside the tree.
+EXAMPLES = 15
 #: Of a commit; below the limit at which pytest ends everything.
 TIMEOUT_S = 270
 pytestmark = pytest.mark.skipif(
@@ -48,11 +47,11 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Stack:
 
 @pytest.fixture(scope="module")
 def runner(stack: Stack) -> Iterator[Runner]:
-    with runner_of(stack) as runner:
+    with runner_of(stack, examples=EXAMPLES) as runner:
         yield runner
 
 
-@pytest.mark.parametrize("number", range(1, LAST))
+@pytest.mark.parametrize("number", range(1, len(COMMITS) + 1))
 def test_commit_runs_in_the_tree(stack: Stack, runner: Runner, number: int) -> None:
     built = stack.commits[number - 1]
     assert check_commit(stack, built, runner, TIMEOUT_S) == "", built.commit.title
@@ -152,6 +151,33 @@ def test_chosen_commits_are_listed(stack: Stack) -> None:
         f"{number:3} {good.lines:4} lines  ok  {good.commit.title}",
         f"{number + 1:3} {broken.lines:4} lines  FAILED  {broken.commit.title}",
     ]
+
+
+def test_examples_are_as_many_as_asked_for(runner: Runner, tmp_path: Path) -> None:
+    """Of a test that names a number, and of one that does not."""
+    file = tmp_path / "test_examples.py"
+    for count, status in ((EXAMPLES, 0), (EXAMPLES + 1, 1)):
+        file.write_text(f"""
+import hypothesis
+
+seen = []
+
+
+@hypothesis.given(hypothesis.strategies.integers())
+@hypothesis.settings(max_examples=500, database=None)
+def test_named(number):
+    seen.append(number)
+
+
+@hypothesis.given(hypothesis.strategies.integers())
+def test_not_named(number):
+    seen.append(number)
+
+
+def test_seen():
+    assert len(seen) == 2 * {count}
+""")
+        assert runner.run([], [str(file)], TIMEOUT_S).status == status
 
 
 def test_interpreter_that_does_not_run(stack: Stack) -> None:

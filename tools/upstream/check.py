@@ -50,8 +50,8 @@ def check_stack(
     return problems
 
 
-def runner_of(stack: Stack, python: str = sys.executable) -> Runner:
-    """For the stack's tree, which it makes importable.
+def runner_of(stack: Stack, python: str = sys.executable, examples: int | None = None) -> Runner:
+    """For the stack's tree, which it makes importable; see :class:`Runner`.
 
     Raises:
         StackError: the tree cannot be run.
@@ -59,7 +59,7 @@ def runner_of(stack: Stack, python: str = sys.executable) -> Runner:
     if stack.tree.is_checkout:
         raise StackError("a checkout has no binaries of this commit; check an installed torch")
     link_rest(stack.tree, stack.repository.root)
-    return Runner(stack.repository.root, python)
+    return Runner(stack.repository.root, python, examples)
 
 
 def check_commit(stack: Stack, built: Built, runner: Runner, timeout_s: float = 900) -> str:

@@ -41,14 +41,18 @@ class Runner:
     Args:
         root: of a tree that can be imported.
         python: the interpreter that its binaries are of, with pytest and hypothesis.
+        examples: most examples that a hypothesis test runs; None: as many as it says.
 
     ``started`` counts servers: one, and one more each time that a file changed which it had imported.
     """
 
-    def __init__(self, root: Path, python: str = sys.executable) -> None:
+    def __init__(
+        self, root: Path, python: str = sys.executable, examples: int | None = None
+    ) -> None:
         self.started = 0
         self._root = root.resolve()
         self._python = python
+        self._examples = examples
         self._temporary = tempfile.TemporaryDirectory()
         self._folder = Path(self._temporary.name)
         self._server: subprocess.Popen[str] | None = None
@@ -74,7 +78,13 @@ class Runner:
         """
         output = self._folder / "output"
         output.unlink(missing_ok=True)
-        job = {"modules": modules, "tests": tests, "output": str(output), "timeout_s": timeout_s}
+        job = {
+            "modules": modules,
+            "tests": tests,
+            "output": str(output),
+            "timeout_s": timeout_s,
+            "examples": self._examples,
+        }
         answer = self._ask(job, timeout_s)
         if "stale" in answer:
             self._stop()

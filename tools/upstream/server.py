@@ -4,8 +4,8 @@
 
 Runs with the interpreter of the tree's binaries, and imports nothing of this project.  It imports
 torch, and what most tests import, once.  A line on stdin is a run, as JSON: ``modules`` to import,
-``tests`` (paths from the root), ``output`` (a file) and ``timeout_s``.  Each runs in a fork of its own
-and gets a line on stdout:
+``tests`` (paths from the root), ``output`` (a file), ``timeout_s`` and ``examples`` (the most that a
+hypothesis test runs, or null).  Each runs in a fork of its own and gets a line on stdout:
 
     {"ended": 1}          the exit status, as pytest has it; negative for a signal; null if killed
                           because it was not done in time
@@ -18,6 +18,7 @@ by the digest of its text, so no commit is tested with a module of another one.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.abc
@@ -27,7 +28,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 #: What most tests of the stack import.  Nothing of the stack itself, and few of the files that it
 #: edits: each that is imported here costs a new server when a commit edits it.
@@ -103,7 +104,7 @@ def _kill(run: multiprocessing.process.BaseProcess) -> None:
     run.join()
 
 
-def _run(root: Path, job: dict[str, list[str]]) -> None:
+def _run(root: Path, job: dict[str, Any]) -> None:
     """In the fork."""
     os.setpgid(0, 0)
     output = os.open(str(job["output"]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -114,11 +115,30 @@ def _run(root: Path, job: dict[str, list[str]]) -> None:
         importlib.import_module(name)
     import pytest
 
+    if job["examples"] is not None:
+        _run_at_most(job["examples"])
     status = pytest.main([*_OPTIONS, "--rootdir", str(root), *job["tests"]]) if job["tests"] else 0
     if wrong := _elsewhere(root):
         print(f"imported from elsewhere: {', '.join(wrong)}")
         status = ELSEWHERE
     sys.exit(int(status))
+
+
+def _run_at_most(examples: int) -> None:
+    """Also where a test asks for more."""
+    import hypothesis
+
+    full = hypothesis.settings.__init__
+
+    @functools.wraps(full)
+    def short(self: hypothesis.settings, *args: Any, **given: Any) -> None:
+        if "max_examples" in given:
+            given["max_examples"] = min(given["max_examples"], examples)
+        full(self, *args, **given)
+
+    hypothesis.settings.__init__ = short  # type: ignore[method-assign]
+    hypothesis.settings.register_profile("short", max_examples=examples)
+    hypothesis.settings.load_profile("short")
 
 
 def _elsewhere(root: Path) -> list[str]:

@@ -7,9 +7,11 @@ checkout is cloned.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import zipfile
@@ -240,9 +242,9 @@ def _only_python(folder: str, names: list[str]) -> list[str]:
 
 
 def link_rest(tree: TorchTree, root: Path) -> None:
-    """Makes a repository of an installed torch importable: links to all that it lacks.
+    """Makes a repository of an installed torch importable: links to all that it lacks, and bytecode.
 
-    The links are unknown to git.
+    They are unknown to git.
 
     Raises:
         StackError: the tree has no binaries.
@@ -255,6 +257,7 @@ def link_rest(tree: TorchTree, root: Path) -> None:
         file.write("__pycache__/\n.pytest_cache/\n.hypothesis/\n")
         for path in _link_folder(tree.root / "torch", root / "torch"):
             file.write(f"/{path.relative_to(root)}\n")
+    _copy_bytecode(tree.root / "torch", root / "torch")
 
 
 def _link_folder(source: Path, target: Path) -> Iterable[Path]:
@@ -267,3 +270,24 @@ def _link_folder(source: Path, target: Path) -> Iterable[Path]:
         else:
             place.symlink_to(item)
             yield place
+
+
+def _copy_bytecode(source: Path, target: Path) -> None:
+    """Of the files that were copied, valid for as long as they have this text: without, each new
+    process compiles hundreds of them.  The header is that of PEP 552, checked by hash."""
+    target = target.resolve()
+    for made in source.rglob("*.pyc"):
+        folder = target / made.parents[1].relative_to(source)
+        name = f"{made.name.split('.')[0]}.py"
+        text, copy = made.parents[1] / name, folder / name
+        if folder.resolve() != folder or not text.is_file() or copy.is_symlink():
+            continue  # behind a link, or one
+        content, status = made.read_bytes(), text.stat()
+        stamp = (0, int(status.st_mtime) & 0xFFFFFFFF, status.st_size & 0xFFFFFFFF)
+        if copy.is_file() and content[4:16] == struct.pack("<LLL", *stamp):
+            cache = folder / made.parent.name
+            cache.mkdir(exist_ok=True)
+            digest = importlib.util.source_hash(text.read_bytes())
+            (cache / made.name).write_bytes(
+                content[:4] + struct.pack("<L", 0b11) + digest + content[16:]
+            )

@@ -76,7 +76,7 @@ class TestInTree(TestCase):
     def test_nothing_is_imported_at_the_defaults(self):
         code = (
             "import torch, sys; from torch._inductor.utils import fresh_cache; "
-            "step = torch.compile(lambda x: (x @ x).sin()); x = torch.ones(4, 4, requires_grad=True)\n"
+            "step = torch.compile(lambda x: x @ x); x = torch.ones(4, 4, requires_grad=True)\n"
             "with fresh_cache(): step(x).sum().backward()\n"
             "assert 'torch._inductor.fx_passes.joint_graph' in sys.modules\n"
             "assert 'torch._inductor.codecache' in sys.modules\n"
