@@ -76,17 +76,15 @@ RUNS = {
     "none": Run("eager", {}),
     "blocks": Run("eager", BLOCKS, ("none",)),
     "modules": Run("eager", MODULES, ("none",)),
-    "GPU constants": Run("eager", {"bucketing_mode": "transformer_block"}, ("none",)),
     "FSDP2": Run("uncompiled", {}, (), None, "fsdp2"),
     "torch aot_eager": Run("aot_eager of torch", {}),
     "aot_eager blocks": Run("aot_eager", {}, ("torch aot_eager", "FSDP2"), BLOCKS),
     "aot_eager modules": Run("aot_eager", MODULES, ("torch aot_eager", "FSDP2")),
     "uncompiled": Run("uncompiled", {}),
     "Inductor blocks": Run("inductor", BLOCKS, ("uncompiled",)),
-    "Inductor modules": Run("inductor", MODULES, ("uncompiled",)),
 }
-BY_EAGER = ["blocks", "modules", "GPU constants", "aot_eager blocks", "aot_eager modules"]
-BY_INDUCTOR = ["Inductor blocks", "Inductor modules"]
+BY_EAGER = ["blocks", "modules", "aot_eager blocks", "aot_eager modules"]
+BY_INDUCTOR = ["Inductor blocks"]
 #: Buckets and what is alone in its entry (the embedding): forward gathers, gathers repeated in the
 #: backward, reduce-scatters.  The embedding is not needed again; norm and head are gathered again
 #: for the norm, since the head still is there.

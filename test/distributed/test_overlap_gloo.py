@@ -70,7 +70,6 @@ GPU = {**ROOMY, "bucketing_mode": "auto"}
 RUNS = {
     "none": Run("eager", {}, "none"),
     "auto": Run("eager", AUTO, "none"),
-    "GPU constants": Run("eager", GPU, "none"),
     "torch aot_eager": Run("aot_eager of torch", {}, "torch aot_eager"),
     "aot_eager": Run("aot_eager", {}, "torch aot_eager", AUTO),
     "ddp none": Run("eager", {}, "ddp none", None, DDP),
@@ -85,7 +84,7 @@ RUNS = {
 }
 #: By the number of ranks; the graphs run eagerly.
 SCHEDULED = {
-    2: ["auto", "GPU constants", "aot_eager", "ddp auto", "uneven GPU constants"],
+    2: ["auto", "aot_eager", "ddp auto", "uneven GPU constants"],
     4: ["hsdp auto", "ddp auto"],
 }
 BY_EAGER = [(ranks, name) for ranks, names in SCHEDULED.items() for name in names]

@@ -20,8 +20,8 @@ from torch_patches.testing.processes import Say, run_ranks
 from torch_patches.testing.training import Workload, compare, train
 
 PREFIX = "aten_distributed_optimizations."
-WORKLOAD = Workload(ModelConfig(layers=2, vocab=131, ffn_multiple=219 / 64), steps=1)
-SPANS = (0, 20, 45, 90, 1500)
+WORKLOAD = Workload(ModelConfig(layers=1, vocab=131, ffn_multiple=219 / 64), steps=1)
+SPANS = (0, 20, 45, 1500)
 
 
 def work(rank: int, say: Say) -> list[tuple[list[str], list[int], bool]]:

@@ -464,10 +464,10 @@ def test_views_of_scalars() -> None:
 
 @pytest.mark.parametrize("kind", CHECKED_KINDS)
 def test_fused_exactly_where_all_ranks_get_the_same(kind: CollectiveKind) -> None:
-    """By brute force on 250 chains each; tools/fuzz.py --lanes chains runs more."""
-    counts = Counter(check_chain(random.Random(seed), kind) for seed in range(250))
-    assert counts["fused"] > 40
-    assert counts["left"] + counts["in parts"] > 40
+    """By brute force on 100 chains each; tools/fuzz.py --lanes chains runs more."""
+    counts = Counter(check_chain(random.Random(seed), kind) for seed in range(100))
+    assert counts["fused"] > 15
+    assert counts["left"] + counts["in parts"] > 15
     assert counts["in parts"]
 
 

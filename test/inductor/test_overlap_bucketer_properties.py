@@ -203,5 +203,5 @@ def test_work_grows_linearly(limits: Limits | None, hidden_groups: int) -> None:
         s = layered(layers, hidden_groups)
         return plan_of(s.done(), s.hiding, options(), limits)[1].operations
 
-    small, large = operations(400), operations(800)
+    small, large = operations(200), operations(400)
     assert 0 < large <= 2.2 * small
