@@ -58,7 +58,6 @@ def gathers() -> fx.GraphModule:
         ("max_memory_increase_ratio", 1e308),
         ("max_in_flight_gb", 1e300),
     ],
-    ids=str,
 )
 def test_a_cap_beyond_any_machine_is_no_cap(mode: str, name: str, value: Any) -> None:
     arguments = {"bucketing_mode": mode, "overlap": True, name: value}
