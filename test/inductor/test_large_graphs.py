@@ -1,6 +1,6 @@
 """Large graphs: work that is counted, and budgets that end it in the same place everywhere.
 
-``tools/bench_scaling.py`` goes to 200,000 nodes and, with ``--dense``, to a million edges, and measures
+``tools/bench_compile.py`` goes to 200,000 nodes and, with ``--dense``, to a million edges, and measures
 seconds.
 """
 
