@@ -164,6 +164,22 @@ def test_options_without_effect_are_told(capsys: pytest.CaptureFixture[str]) -> 
         assert f"warning: --{name} has no effect on a capture" in error
 
 
+@pytest.mark.parametrize(
+    "command",
+    [("replay", SMALL), ("diff", SMALL, SMALL), ("explain", SMALL, "all_gather_into_tensor")],
+)
+def test_a_terminal_sees_that_a_file_is_read(
+    command: tuple[object, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Reading a large one takes ten seconds."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    run(*command)
+    assert f"reading {SMALL.name}" in capsys.readouterr().err
+    run(*command, "--json")
+    assert "reading" not in capsys.readouterr().err
+
+
 def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from torch_patches.cli import diff
 

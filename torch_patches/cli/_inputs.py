@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_patches.cli._common import CommandError
+from torch_patches.cli._common import CommandError, progress
 
 if TYPE_CHECKING:
     from torch_patches.captured.files import Loaded
@@ -53,13 +53,14 @@ def load(arguments: argparse.Namespace, path: Path, more_groups: bool = False) -
     """
     from torch_patches.captured.files import load_any
 
-    loaded = load_any(
-        path,
-        {given.name: given.ranks for given in arguments.group},
-        dict(arguments.size),
-        compile_id=arguments.compile,
-        rank=arguments.rank,
-    )
+    with progress(f"reading {path.name}", arguments.json):
+        loaded = load_any(
+            path,
+            {given.name: given.ranks for given in arguments.group},
+            dict(arguments.size),
+            compile_id=arguments.compile,
+            rank=arguments.rank,
+        )
     if loaded.unused_groups and not more_groups:
         there = ", ".join(sorted(loaded.used_groups)) or "none"
         raise CommandError(

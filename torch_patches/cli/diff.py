@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_patches.cli._common import EXIT_DIFFERS, EXIT_OK, new_parser, print_json
+from torch_patches.cli._common import EXIT_DIFFERS, EXIT_OK, new_parser, print_json, progress
 
 if TYPE_CHECKING:
     from torch_patches.cli._schedules import Schedule
@@ -39,7 +39,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     from torch_patches.cli._schedules import schedules_of
 
-    a, b = (schedules_of(path, arguments) for path in (arguments.a, arguments.b))
+    found = []
+    for path in (arguments.a, arguments.b):
+        with progress(f"reading {path.name}", arguments.json):
+            found.append(schedules_of(path, arguments))
+    a, b = found
     graphs = {name: _compared(a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b))}
     equal = all(graph["equal"] for graph in graphs.values())
     if arguments.json:
