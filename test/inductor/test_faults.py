@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 from torch._inductor import config as inductor_config
 
-from torch_patches import _hooks, config, mesh_groups
+from torch_patches import _cache_facts, config, mesh_groups
 from torch_patches._inductor.fx_passes.comm_overlap import changing, module_names, notices, pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.graph.control import (
     insert_overlap_dependencies,
@@ -127,7 +127,7 @@ def fail(*arguments: object, **keywords: object) -> None:
 AROUND = {
     "which tags there are": (pipeline, "is_tagged", "topo_span"),
     "the digest of tags": (pipeline, "collective_kind", "topo_span"),
-    "names for the key": (_hooks, "_names", "transformer_block"),
+    "names for the key": (_cache_facts, "_names", "transformer_block"),
     "names of modules": (module_names, "read_model_modules", "transformer_block"),
     "meshes": (mesh_groups, "_meshes_of", "topo_span"),
     "descriptors": (pipeline, "record_inputs", "topo_span"),
@@ -162,11 +162,11 @@ def test_a_cause_local_to_a_rank_raises_there_too(
         raise error
 
     gm = training_step()
-    for module, name in ((pipeline, "is_tagged"), (_hooks, "_names")):
+    for module, name in ((pipeline, "is_tagged"), (_cache_facts, "_names")):
         with monkeypatch.context() as patch, pytest.raises(type(error)):
             patch.setattr(module, name, fail_here)
             pipeline.tags_digest(gm)
-            _hooks.metadata_digest(gm, Options("transformer_block"))
+            _cache_facts.metadata_digest(gm, Options("transformer_block"))
 
 
 def test_what_cannot_be_read_shares_no_cache_entry(
@@ -175,9 +175,9 @@ def test_what_cannot_be_read_shares_no_cache_entry(
     gm = training_step()
     assert pipeline.tags_digest(gm) == pipeline.tags_digest(gm)
     monkeypatch.setattr(pipeline, "collective_kind", fail)
-    monkeypatch.setattr(_hooks, "_names", fail)
+    monkeypatch.setattr(_cache_facts, "_names", fail)
     assert pipeline.tags_digest(gm) != pipeline.tags_digest(gm)
-    facts = [_hooks.metadata_digest(gm, Options("transformer_block")) for _ in range(2)]
+    facts = [_cache_facts.metadata_digest(gm, Options("transformer_block")) for _ in range(2)]
     assert facts[0] != facts[1]
 
 

@@ -12,7 +12,10 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import col
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
 from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import Merger
 from torch_patches._inductor.fx_passes.comm_overlap.passes.candidates import select_candidates
-from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import greedy_buckets
+from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import (
+    BucketCapError,
+    greedy_buckets,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Bucket, Collective
 from torch_patches.compat_api._arguments import (
     bucket_form,
@@ -21,6 +24,7 @@ from torch_patches.compat_api._arguments import (
     make_options,
     only,
 )
+from torch_patches.config import FlagError
 
 
 def greedy_bucket_collective_by_mb(
@@ -80,9 +84,14 @@ def greedy_bucket_collective_by_mb(
     candidates, _ = select_candidates(only(skeleton, wanted), options)
     merger = Merger(contract(gm.graph, skeleton))
     buckets: list[Bucket] = []
-    for members in _by_key(candidates, node_group_key):
-        alike = [replace(member, key=members[0].key) for member in members]
-        buckets += greedy_buckets(alike, merger, options).buckets
+    try:
+        for members in _by_key(candidates, node_group_key):
+            alike = [replace(member, key=members[0].key) for member in members]
+            buckets += greedy_buckets(alike, merger, options).buckets
+    except BucketCapError as error:
+        if isinstance(error.__cause__, FlagError):
+            raise error.__cause__ from None
+        raise
     buckets.sort(key=lambda bucket: bucket.members[0].index)
     return [[member.start for member in bucket.members] for bucket in buckets]
 

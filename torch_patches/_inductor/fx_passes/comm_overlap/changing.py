@@ -150,10 +150,10 @@ def change_graph(
         made = _report(graph, options, change, observer)
         if change.overlapped is not None and options.insert_overlap_deps:
             made = _hold_order(graph, change.overlapped.hidings(), made)
+        return Changed(made, change.after, encode(change.plan, change.order), structure)
     except BaseException:
         snapshot.restore()
         raise
-    return Changed(made, change.after, encode(change.plan, change.order), structure)
 
 
 def _forecast_of_chains(
