@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor._redistribute import _gen_transform_infos
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_patches.testing.backends import as_on_gpu as judged_as_on_gpu
@@ -30,26 +29,28 @@ torch.set_num_threads(1)
 #: --no-loadscope-reorder), so that what is left at the end is short.
 LONG_FILES = (
     "test_overlap_gloo.py",
-    "test_cli_replay.py",
-    "test_hooks_compile.py",
     "test_upstream_commits.py",
-    "test_module_bucketing.py",
-    "test_module_cache.py",
-    "test_control_inductor.py",
-    "test_compile_end_to_end.py",
-    "test_capture.py",
-    "test_cast_together.py",
+    "test_cli_replay.py",
     "test_examples.py",
-    "test_demo.py",
-    "test_memory_estimate.py",
     "test_strategies_gloo.py",
-    "test_gloo_backend.py",
-    "test_chained_fusion.py",
+    "test_module_bucketing.py",
+    "test_hooks_compile.py",
+    "test_docs_pages.py",
+    "test_tag_survival.py",
+    "test_fuzz.py",
+    "test_module_cache.py",
     "test_uneven_shards.py",
-    "test_properties.py",
+    "test_captured_bucketing.py",
+    "test_chained_fusion.py",
     "test_backend.py",
-    "test_bench_modules.py",
+    "test_demo.py",
+    "test_properties.py",
     "test_work.py",
+    "test_captured_overlap.py",
+    "test_memory_measured.py",
+    "test_bench_planner.py",
+    "test_gloo_backend.py",
+    "test_cli.py",
 )
 
 
@@ -57,12 +58,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first; the order within a file, and of the others, stays."""
     places = {name: place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
-
-
-@pytest.fixture(autouse=True)
-def no_plans_of_other_worlds() -> None:
-    """DTensor keeps how it redistributes by meshes that compare equal, with groups of a world before."""
-    _gen_transform_infos.cache_clear()
 
 
 @pytest.fixture(scope="module")

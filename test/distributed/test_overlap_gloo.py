@@ -60,7 +60,6 @@ class Run:
     backend: str
     flags: dict[str, Any]
     reference: str
-    options: dict[str, Any] | None = None
     workload: Workload = WORKLOAD
 
 
@@ -70,21 +69,19 @@ GPU = {**ROOMY, "bucketing_mode": "auto"}
 RUNS = {
     "none": Run("eager", {}, "none"),
     "auto": Run("eager", AUTO, "none"),
-    "torch aot_eager": Run("aot_eager of torch", {}, "torch aot_eager"),
-    "aot_eager": Run("aot_eager", {}, "torch aot_eager", AUTO),
-    "ddp none": Run("eager", {}, "ddp none", None, DDP),
-    "ddp auto": Run("eager", AUTO, "ddp none", None, DDP),
-    "hsdp none": Run("eager", {}, "hsdp none", None, HSDP),
-    "hsdp auto": Run("eager", AUTO, "hsdp none", None, HSDP),
-    "uneven none": Run("eager", {}, "uneven none", None, UNEVEN),
-    "uneven GPU constants": Run("eager", GPU, "uneven none", None, UNEVEN),
-    "Inductor auto": Run("inductor", AUTO, "uncompiled", None, TWO_STEPS),
-    "Inductor topo_span": Run("inductor", SPAN, "uncompiled", None, TWO_STEPS),
-    "uncompiled": Run("uncompiled", {}, "uncompiled", None, TWO_STEPS),
+    "ddp none": Run("eager", {}, "ddp none", DDP),
+    "ddp auto": Run("eager", AUTO, "ddp none", DDP),
+    "hsdp none": Run("eager", {}, "hsdp none", HSDP),
+    "hsdp auto": Run("eager", AUTO, "hsdp none", HSDP),
+    "uneven none": Run("eager", {}, "uneven none", UNEVEN),
+    "uneven GPU constants": Run("eager", GPU, "uneven none", UNEVEN),
+    "Inductor auto": Run("inductor", AUTO, "uncompiled", TWO_STEPS),
+    "Inductor topo_span": Run("inductor", SPAN, "uncompiled", TWO_STEPS),
+    "uncompiled": Run("uncompiled", {}, "uncompiled", TWO_STEPS),
 }
 #: By the number of ranks; the graphs run eagerly.
 SCHEDULED = {
-    2: ["auto", "aot_eager", "ddp auto", "uneven GPU constants"],
+    2: ["auto", "ddp auto", "uneven GPU constants"],
     4: ["hsdp auto", "ddp auto"],
 }
 BY_EAGER = [(ranks, name) for ranks, names in SCHEDULED.items() for name in names]
@@ -116,7 +113,7 @@ def work(rank: int, say: Say, names: Sequence[str]) -> dict[str, Result]:
         run, codes[name] = RUNS[name], []
         flags = {PREFIX + flag: value for flag, value in run.flags.items()}
         with mock.patch.object(GraphLowering, "save_output_code", codes[name].append):
-            runs[name] = train(run.workload, run.backend, flags, say, run.options)
+            runs[name] = train(run.workload, run.backend, flags, say)
     return {
         name: Result(
             run.launches, run.reports, codes[name], compare(run, runs[RUNS[name].reference])

@@ -113,7 +113,7 @@ def test_every_node_holds_what_is_estimated(
 
 
 @pytest.mark.parametrize("free_inputs", [False, True], ids=["inputs_held", "inputs_freed"])
-@pytest.mark.parametrize("form", [None, "coalesced", "default"])
+@pytest.mark.parametrize("form", ["coalesced", "default"])
 @pytest.mark.parametrize("which", ["fw", "bw"])
 def test_allocator_peak_of_a_larger_model_is_near(
     which: str, form: str | None, free_inputs: bool

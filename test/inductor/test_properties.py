@@ -62,13 +62,13 @@ def unscheduled(options: Options) -> Options:
 # ---------------------------------------------------------------- the property
 
 
-@settings(property_test, max_examples=160, derandomize=True)
+@settings(property_test, max_examples=100, derandomize=True)
 @given(cases(), all_options())
 def test_invariants_hold(case: Case, options: Options) -> None:
     check(case, options)
 
 
-@settings(property_test, max_examples=30, print_blob=True)
+@settings(property_test, max_examples=20, print_blob=True)
 @given(cases(), all_options())
 def test_invariants_hold_with_a_new_seed(case: Case, options: Options) -> None:
     check(case, options)

@@ -41,7 +41,8 @@ class Runner:
     Args:
         root: of a tree that can be imported.
         python: the interpreter that its binaries are of, with pytest and hypothesis.
-        examples: most examples that a hypothesis test runs; None: as many as it says.
+        examples: a short set: the first case of a parametrized test, and of a hypothesis test at most
+            so many examples.  None: all.
 
     ``started`` counts servers: one, and one more each time that a file changed which it had imported.
     """

@@ -4,8 +4,8 @@
 
 Runs with the interpreter of the tree's binaries, and imports nothing of this project.  It imports
 torch, and what most tests import, once.  A line on stdin is a run, as JSON: ``modules`` to import,
-``tests`` (paths from the root), ``output`` (a file), ``timeout_s`` and ``examples`` (the most that a
-hypothesis test runs, or null).  Each runs in a fork of its own and gets a line on stdout:
+``tests`` (paths from the root), ``output`` (a file), ``timeout_s`` and ``examples``: null, or the most
+that a hypothesis test runs; then of each parametrized test only the first case runs too.  Each runs in a fork of its own and gets a line on stdout:
 
     {"ended": 1}          the exit status, as pytest has it; negative for a signal; null if killed
                           because it was not done in time
@@ -115,13 +115,26 @@ def _run(root: Path, job: dict[str, Any]) -> None:
         importlib.import_module(name)
     import pytest
 
+    plugins = []
     if job["examples"] is not None:
         _run_at_most(job["examples"])
-    status = pytest.main([*_OPTIONS, "--rootdir", str(root), *job["tests"]]) if job["tests"] else 0
+        plugins.append(_FirstCases())
+    arguments = [*_OPTIONS, "--rootdir", str(root), *job["tests"]]
+    status = pytest.main(arguments, plugins) if job["tests"] else 0
     if wrong := _elsewhere(root):
         print(f"imported from elsewhere: {', '.join(wrong)}")
         status = ELSEWHERE
     sys.exit(int(status))
+
+
+class _FirstCases:
+    """A plugin of pytest: of each test function the first case."""
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        first: dict[str, Any] = {}
+        for item in items:
+            first.setdefault(item.nodeid.partition("[")[0], item)
+        items[:] = first.values()
 
 
 def _run_at_most(examples: int) -> None:
