@@ -95,6 +95,7 @@ def show(runs: Mapping[str, Run]) -> None:
             print(f"{name:<31} forward: {_text(run.forward):<14} backward: {_text(run.backward)}")
         verdict = "equal in every bit" if worst == 0 else f"differ by up to {worst:.1e}"
         print(f"losses {' '.join(f'{loss:.4f}' for loss in losses[0].tolist())}: {verdict}")
+    dist.barrier()  # no rank leaves while another still communicates
     dist.destroy_process_group()
     sys.exit(0 if worst <= ROUNDING else 1)
 

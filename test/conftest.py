@@ -3,6 +3,7 @@ and an order in which two workers end together."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first; the order within a file, and of the others, stays."""
     places = {name: place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+@pytest.fixture(autouse=True)
+def warnings_reach_caplog() -> None:
+    """Where torch sets up its logs anew, as TORCH_LOGS and TORCH_TRACE do, ours end at its handlers."""
+    logger = logging.getLogger("torch_patches")
+    logger.propagate, logger.disabled = True, False
+    if logger.level > logging.WARNING:
+        logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")
