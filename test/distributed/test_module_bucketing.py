@@ -5,7 +5,7 @@
     Llama of two blocks, every parameter sharded on 2 ranks; 3 SGD steps, then one under the profiler
       graphs run eagerly    "none" | "transformer_block" | "modules", bit for bit
       aot_eager             torch's | ours in both modes | eager FSDP2, bit for bit
-      Inductor              uncompiled | both modes, within 1e-5
+      Inductor              uncompiled | "transformer_block", within 1e-5
 
 By a GPU's constants the kernels of so small a model are too short to hide anything, so some plans are
 made with ``balanced_estimate``.  The same with four ranks, by hand::
