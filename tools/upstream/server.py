@@ -19,6 +19,7 @@ by the digest of its text, so no commit is tested with a module of another one.
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import importlib
 import importlib.abc
@@ -65,6 +66,7 @@ def main(root: Path) -> NoReturn:
     sys.dont_write_bytecode = True  # a file of another commit may have the same size and second
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.freeze()  # no fork looks through them
     held = {path: _digest(path) for path in _of_tree(root)}
     for line in sys.stdin:
         stale = [str(path.relative_to(root)) for path in held if held[path] != _digest(path)]

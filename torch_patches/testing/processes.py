@@ -14,6 +14,7 @@ ranks are asked for; it has the environment and the output of its parent at the 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -225,6 +226,7 @@ def _main(
     for output, file in zip(outputs, _OUTPUTS, strict=True):
         os.dup2(output.fileno(), file)
         output.close()
+    gc.freeze()  # the imports, which would be looked through each time
     # Ctrl-C reaches the whole terminal group; the parent handles it and ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_follow_parent, daemon=True).start()
