@@ -3,9 +3,10 @@
     python tools/mutants.py --map calls.json                       # which test calls what
     python tools/mutants.py --calls calls.json --count 300 --seed 0 --out mutants.json
 
-The first command runs tests once and notes the functions that each one enters, and its time.  The
-second draws mutants, one changed operator, constant, condition or statement each, and runs for each
-the tests that enter the changed function, the quickest first, until one fails.  A mutant lives in a
+The first command runs tests once and notes the functions that each one enters, and its time; where
+there are many cores, several can do so for some of the files each.  The second draws mutants, one
+changed operator, constant, condition or statement each, and runs for each the tests that enter the
+changed function, the quickest first, until one fails.  A mutant lives in a
 forked child that has torch already and imports this package anew; the files on disk do not change.
 What takes far longer than without the mutant counts as noticed: it would not end.
 """
@@ -23,6 +24,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -339,14 +341,18 @@ def sample(count: int, seed: int, files: Sequence[str] = ()) -> list[Mutant]:
 
 
 def run_all(
-    mutants: Sequence[Mutant], runner: Runner, minutes: float
+    mutants: Sequence[Mutant], runner: Runner, minutes: float, workers: int = 1
 ) -> Iterator[tuple[Mutant, str]]:
-    """Until the time is up."""
+    """Until the time is up; some at a time."""
     end = time.monotonic() + 60 * minutes
-    for mutant in mutants:
-        if time.monotonic() > end:
-            return
-        yield mutant, runner.run(mutant)
+    with ThreadPoolExecutor(workers) as pool:
+        runs = [
+            pool.submit(lambda m: None if time.monotonic() > end else runner.run(m), mutant)
+            for mutant in mutants
+        ]
+        for mutant, run in zip(mutants, runs, strict=True):
+            if (outcome := run.result()) is not None:
+                yield mutant, outcome
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -357,11 +363,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.map is not None:
         return make_map(options.map, options.minutes, options.tests)
     _import_torch()
-    runner = Runner(json.loads(options.calls.read_text()))
+    runner = Runner(
+        {
+            name: call
+            for path in options.calls
+            for name, call in json.loads(path.read_text()).items()
+        }
+    )
     results: list[dict[str, Any]] = []
     counts: Counter[str] = Counter()
     mutants = sample(options.first + options.count, options.seed, options.files)[options.first :]
-    for mutant, outcome in run_all(mutants, runner, options.minutes):
+    for mutant, outcome in run_all(mutants, runner, options.minutes, options.workers):
         counts[outcome] += 1
         results.append({**asdict(mutant), "outcome": outcome})
         if outcome in ("survived", "not entered"):
@@ -378,12 +390,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--map", type=Path, help="only run tests, and write here what they call")
     parser.add_argument("--tests", nargs="+", default=[], help="files for --map; default: many")
-    parser.add_argument("--calls", type=Path, help="what --map wrote")
+    parser.add_argument("--calls", type=Path, nargs="+", help="what --map wrote")
     parser.add_argument("--files", nargs="+", default=[], help="only these, as passes/auto.py")
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--first", type=int, default=0, help="leave out so many of the sample")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--workers", type=int, default=1, help="mutants at a time")
     parser.add_argument("--out", type=Path, default=Path("mutants.json"))
     return parser
 
