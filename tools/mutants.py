@@ -4,11 +4,11 @@
     python tools/mutants.py --calls calls.json --count 300 --seed 0 --out mutants.json
 
 The first command runs tests once and notes the functions that each one enters, and its time; where
-there are many cores, several can do so for some of the files each.  The second draws mutants, one
-changed operator, constant, condition or statement each, and runs for each the tests that enter the
-changed function, the quickest first, until one fails.  A mutant lives in a
-forked child that has torch already and imports this package anew; the files on disk do not change.
-What takes far longer than without the mutant counts as noticed: it would not end.
+there are many cores, several can do so for some of the files each (--tests), and several can run
+a part of the sample each (--first).  The second draws mutants, one changed operator, constant,
+condition or statement each, and runs for each the tests that enter the changed function, the
+quickest first, until one fails.  A mutant lives in a forked child that has torch already and
+imports this package anew; the files on disk do not change.  What takes far longer than without the mutant counts as noticed: it would not end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -341,18 +340,14 @@ def sample(count: int, seed: int, files: Sequence[str] = ()) -> list[Mutant]:
 
 
 def run_all(
-    mutants: Sequence[Mutant], runner: Runner, minutes: float, workers: int = 1
+    mutants: Sequence[Mutant], runner: Runner, minutes: float
 ) -> Iterator[tuple[Mutant, str]]:
-    """Until the time is up; some at a time."""
+    """Until the time is up."""
     end = time.monotonic() + 60 * minutes
-    with ThreadPoolExecutor(workers) as pool:
-        runs = [
-            pool.submit(lambda m: None if time.monotonic() > end else runner.run(m), mutant)
-            for mutant in mutants
-        ]
-        for mutant, run in zip(mutants, runs, strict=True):
-            if (outcome := run.result()) is not None:
-                yield mutant, outcome
+    for mutant in mutants:
+        if time.monotonic() > end:
+            return
+        yield mutant, runner.run(mutant)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -373,7 +368,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: list[dict[str, Any]] = []
     counts: Counter[str] = Counter()
     mutants = sample(options.first + options.count, options.seed, options.files)[options.first :]
-    for mutant, outcome in run_all(mutants, runner, options.minutes, options.workers):
+    for mutant, outcome in run_all(mutants, runner, options.minutes):
         counts[outcome] += 1
         results.append({**asdict(mutant), "outcome": outcome})
         if outcome in ("survived", "not entered"):
@@ -396,7 +391,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--first", type=int, default=0, help="leave out so many of the sample")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--workers", type=int, default=1, help="mutants at a time")
     parser.add_argument("--out", type=Path, default=Path("mutants.json"))
     return parser
 
