@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +90,26 @@ def test_quick_tests_come_first_and_others_are_left_out(tool: Any) -> None:
     assert runner.tests(tool.Mutant("graph/nodes.py", 22, 20, "", 0))[0] == ["quick"]
     assert runner.tests(tool.Mutant("graph/nodes.py", 1, 0, "", 0))[0] == ["quick", "slow"]
     assert runner.run(tool.Mutant("graph/sizes.py", 1, 0, "", 0)) == "not entered"
+
+
+def test_files_take_turns_and_that_of_the_module_is_first(tool: Any) -> None:
+    here = ["graph/nodes.py:10"]
+    calls = {
+        f"{file}::{number}": {"seconds": number + shift, "functions": here}
+        for number in (1.0, 2.0)
+        for file, shift in (("test_a.py", 0.0), ("test_b.py", 0.1), ("test_nodes.py", 5.0))
+    }
+    chosen, _ = tool.Runner(calls).tests(tool.Mutant("graph/nodes.py", 12, 10, "", 0))
+    own = ["test_nodes.py::1.0", "test_nodes.py::2.0"]
+    assert chosen == [
+        *own, "test_a.py::1.0", "test_b.py::1.0", "test_a.py::2.0", "test_b.py::2.0"
+    ]  # fmt: skip
+
+
+def test_those_that_lived_are_taken_again(tool: Any, tmp_path: Path) -> None:
+    path = tmp_path / "mutants.json"
+    mutants = tool.sample(3, 7)
+    outcomes = ["killed", "survived", "not entered"]
+    results = [{**asdict(m), "outcome": o} for m, o in zip(mutants, outcomes, strict=True)]
+    path.write_text(json.dumps(results))
+    assert tool.lived(path) == mutants[1:]

@@ -4,11 +4,13 @@
     python tools/mutants.py --calls calls.json --count 300 --seed 0 --out mutants.json
 
 The first command runs tests once and notes the functions that each one enters, and its time; where
-there are many cores, several can do so for some of the files each (--tests), and several can run
-a part of the sample each (--first).  The second draws mutants, one changed operator, constant,
-condition or statement each, and runs for each the tests that enter the changed function, the
-quickest first, until one fails.  A mutant lives in a forked child that has torch already and
-imports this package anew; the files on disk do not change.  What takes far longer than without the mutant counts as noticed: it would not end.
+there are many cores, several can do so for some of the files each (--tests), and several can run a
+part of the sample each (--first).  The second draws mutants, one changed operator, constant,
+condition or statement each, and runs for each tests that enter the changed function, until one
+fails; --again takes those that lived in an earlier run, with more time for each (--seconds).  A
+mutant lives in a forked child that has torch already and imports this package anew; the files on
+disk do not change.  What takes far longer than without the mutant counts as noticed: it would not
+end.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ SOURCES = ROOT / PACKAGE.replace(".", "/")
 FOLDERS = ("graph", "passes", "estimate")
 #: Tests that compile, start processes or read much: not worth their time here.
 _SLOW = ("compile", "hooks", "inductor.py", "compat", "cache", "measured", "upstream", "survival", "backend", "gloo")  # fmt: skip
-#: Seconds of tests for one mutant, as they took without it; and how many times as long it may take.
-_MOST_SECONDS, _PATIENCE = 25.0, 6.0
+#: How many times as long as without the mutant its tests may take.
+_PATIENCE = 6.0
 
 
 # ---------------------------------------------------------------- mutants
@@ -264,9 +266,11 @@ class Runner:
 
     Args:
         calls: as :class:`CallMap` wrote them.
+        seconds: of tests for one mutant, as they took without it.
     """
 
-    def __init__(self, calls: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, calls: dict[str, dict[str, Any]], seconds: float = 25.0) -> None:
+        self._seconds = seconds
         self._tests: dict[str, list[tuple[float, str]]] = {}
         for name, call in calls.items():
             for function in call["functions"]:
@@ -275,14 +279,22 @@ class Runner:
                     self._tests.setdefault(key, []).append((call["seconds"], name))
 
     def tests(self, mutant: Mutant) -> tuple[list[str], float]:
-        """Those that enter the changed function, the quickest first; and their seconds."""
+        """Those that enter the changed function, and their seconds: of each test file the quickest
+        one, then the second of each, and so on; the file named like the changed one comes first."""
+        entered = sorted(set(self._tests.get(f"{mutant.file}:{mutant.function}", ())))
+        own = f"test_{Path(mutant.file).stem}"
+        taken: Counter[str] = Counter()
+        order = []
+        for seconds, name in entered:
+            file = name.partition("::")[0]
+            order.append((own not in file, taken[file], seconds, name))
+            taken[file] += 1
         chosen: list[str] = []
         total = 0.0
-        for seconds, name in sorted(set(self._tests.get(f"{mutant.file}:{mutant.function}", ()))):
-            if chosen and total + seconds > _MOST_SECONDS:
-                break
-            chosen.append(name)
-            total += seconds
+        for *_, seconds, name in sorted(order):
+            if not chosen or total + seconds <= self._seconds:
+                chosen.append(name)
+                total += seconds
         return chosen, total
 
     def run(self, mutant: Mutant) -> str:
@@ -339,6 +351,12 @@ def sample(count: int, seed: int, files: Sequence[str] = ()) -> list[Mutant]:
     return mutants[:count]
 
 
+def lived(results: Path) -> list[Mutant]:
+    """Those of a file that an earlier run wrote."""
+    found = json.loads(results.read_text())
+    return [Mutant(**each) for each in found if each.pop("outcome") in ("survived", "not entered")]
+
+
 def run_all(
     mutants: Sequence[Mutant], runner: Runner, minutes: float
 ) -> Iterator[tuple[Mutant, str]]:
@@ -363,11 +381,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name: call
             for path in options.calls
             for name, call in json.loads(path.read_text()).items()
-        }
+        },
+        options.seconds,
     )
     results: list[dict[str, Any]] = []
     counts: Counter[str] = Counter()
-    mutants = sample(options.first + options.count, options.seed, options.files)[options.first :]
+    if options.again is not None:
+        mutants = lived(options.again)
+    else:
+        mutants = sample(options.first + options.count, options.seed, options.files)
+    mutants = mutants[options.first : options.first + options.count]
     for mutant, outcome in run_all(mutants, runner, options.minutes):
         counts[outcome] += 1
         results.append({**asdict(mutant), "outcome": outcome})
@@ -390,6 +413,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--first", type=int, default=0, help="leave out so many of the sample")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--again", type=Path, help="--out of an earlier run: those that lived")
+    parser.add_argument("--seconds", type=float, default=25.0, help="of tests for one mutant")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--out", type=Path, default=Path("mutants.json"))
     return parser
