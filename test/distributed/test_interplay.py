@@ -1,7 +1,7 @@
 """Other features of torch together with ours, on two gloo processes: results are those of eager mode.
 
-All of Inductor runs but code generation, which would take a C++ compiler many times; generated code
-is run by ``test_overlap_gloo.py`` and, with buffers reused and memory reordered,
+All of Inductor runs but code generation, which would take a C++ compiler many times; only AOTInductor
+is run to its end.  Generated code of torch.compile is run by ``test_overlap_gloo.py`` and, with buffers reused and memory reordered,
 ``inductor/test_control_inductor.py``.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -242,6 +243,27 @@ def exported() -> Told:
     return close([found, changed(x)], [expected] * 2), seen, report.collectives_after
 
 
+def aot_inductor() -> Told:
+    """A library that one rank compiles, and all load, each with its own shards."""
+    import torch
+    import torch.distributed as dist
+    from torch._inductor import config
+
+    module = model().requires_grad_(False)
+    x = torch.full((3, WIDTH), 0.5)
+    with config.patch(SPAN), launches() as seen, tempfile.TemporaryDirectory() as folder:
+        package = [f"{folder}/model.pt2"]
+        program = torch.export.export(module, (x,))
+        if dist.get_rank() == 0:
+            torch._inductor.aoti_compile_and_package(program, package_path=package[0])
+        dist.broadcast_object_list(package)
+        loaded = torch._inductor.aoti_load_package(package[0])
+        loaded.load_constants(dict(module.named_parameters()), check_full_update=True)
+        found = loaded(x)
+        dist.barrier()  # the folder goes
+    return close([found], [module(x)]), seen, None
+
+
 def subclass_outputs() -> Told:
     """DTensors come in, are gathered, and go out."""
     import torch
@@ -311,6 +333,7 @@ CASES: dict[str, Callable[[], Told]] = {
         compiled_optimizer,
         compiled_autograd,
         exported,
+        aot_inductor,
         subclass_outputs,
         models_with_different_flags,
     )
@@ -343,7 +366,10 @@ def test_results_are_those_of_eager_mode(ranks: list[dict[str, Told | str]], nam
         assert not isinstance(told, str), told
         is_equal, launched, _ = told
         assert is_equal
-        assert launched == LAUNCHES.get(name, [GATHERED, SCATTERED])
+        if name == "aot_inductor":
+            assert launched == ([GATHERED] if rank is ranks[0] else [])
+        else:
+            assert launched == LAUNCHES.get(name, [GATHERED, SCATTERED])
 
 
 def test_an_exported_module_is_changed_in_place_too(ranks: list[dict[str, Told | str]]) -> None:
