@@ -10,7 +10,8 @@ implementation compiles its own copy with equal weights and trains it on equal d
     torch           torch's own overlap scheduling and bucketing (its default flags)
     MODE            ours with that bucketing_mode
     MODE+FLAG...    the same with flags of ours on: fuse (both chained fusions), keep
-                    (keep_gathered_parameters, 2 GB), agree (cross_rank_check), or one by name:
+                    (keep_gathered_parameters, 2 GB), agree (cross_rank_check), graphs (torch's
+                    triton.cudagraphs), or one by name:
                     auto+max_memory_increase_gb=0.5+calibration_file=h200.json
 
 ``--keep DIR`` keeps a profile of the last steps and the captured graphs of rank 0 there, for
@@ -91,6 +92,9 @@ FLAGS: dict[str, dict[str, object]] = {
 def flags_of(implementation: str) -> dict[str, object]:
     """Entries of Inductor's config."""
     mode, *extra = implementation.split("+")
+    if "graphs" in extra:
+        rest = "+".join([mode, *(name for name in extra if name != "graphs")])
+        return {**flags_of(rest), "triton.cudagraphs": True}
     if mode == "torch":
         return {PREFIX + "enable_overlap_scheduling": True, PREFIX + "collective_bucketing": True}
     flags: dict[str, object] = {"bucketing_mode": mode, "gpus_per_node": GPUS_PER_NODE}
@@ -148,7 +152,7 @@ def make_step(workload: Workload, device: torch.device) -> Callable[[], torch.Te
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()  # type: ignore[no-any-return]
+        return loss.detach().clone()  # a CUDA graph writes the next one there
 
     return step
 
@@ -197,7 +201,9 @@ def measure(
         "first_step_s": round(first_s, 1),
         **measured,
         "losses": [round(float(loss), 6) for loss in losses],
-        "counters": {k: v for k, v in counters["inductor"].items() if "comm_overlap" in k},
+        "counters": {
+            k: v for k, v in counters["inductor"].items() if "comm_overlap" in k or "cudagraph" in k
+        },
     }
 
 
