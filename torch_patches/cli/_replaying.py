@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import peak_bytes
@@ -131,9 +132,11 @@ def _recorded(captured: Captured) -> tuple[RecordedInput, ...]:
 
 
 def plan_as_torch(module: fx.GraphModule, options: Options) -> fx.GraphModule:
-    """Runs torch's scheduler with bucketing, told the constants of our device table."""
+    """What torch's scheduler with bucketing makes of a copy, told the constants of our device table."""
     model = model_of(options)
-    after = torch_scheduler.schedule(module, model, pre_bucketing=True)
+    # It makes tensors on the devices of the graph, which are not here.
+    copied = copy_of(module) if torch.cuda.is_available() else _on_cpu(module)
+    after = torch_scheduler.schedule(copied, model, pre_bucketing=True)
     after.recompile()
     return after
 
@@ -197,14 +200,23 @@ def _too_large(module: fx.GraphModule, world_size: int) -> str:
 
 
 def _on_cpu(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose tensors are made on the CPU."""
+    """A copy whose tensors are, and are made, on the CPU."""
     made = copy_of(module)
     cpu = torch.device("cpu")
 
     def move(value: Any) -> Any:
+        if isinstance(value, FakeTensor) and value.device != cpu:
+            shape, strides, start = value.shape, value.stride(), value.storage_offset()
+            with in_kernel_invocation_manager(value.fake_mode):
+                plain = torch.as_strided(value, shape, strides, start)  # of the same storage
+            return FakeTensor(value.fake_mode, plain, cpu)
         return cpu if isinstance(value, torch.device) else value
 
     for node in made.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = pytree.tree_map(move, node.meta["val"])
+        if node.op == "get_attr" and isinstance(getattr(made, node.target, None), FakeTensor):
+            setattr(made, node.target, move(getattr(made, node.target)))
         node.args = fx.node.map_aggregate(node.args, move)
         node.kwargs = fx.node.map_aggregate(node.kwargs, move)
     made.recompile()

@@ -126,7 +126,7 @@ def _as_torch(before: Any, options: Options) -> Any:
     from torch_patches.cli import _replaying as replaying
 
     try:
-        after = replaying.plan_as_torch(replaying.copy_of(before), options)
+        after = replaying.plan_as_torch(before, options)
         return replaying.measure(after, options)
     except Exception as error:  # torch's, on a graph that it cannot handle
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}

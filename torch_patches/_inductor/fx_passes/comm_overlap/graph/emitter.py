@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.utils._mode_utils import no_dispatch
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
@@ -164,7 +164,7 @@ def fake_view(
     start = int(value.storage_offset()) + offset
     if not isinstance(value, FakeTensor):
         return torch.as_strided(value, shape, strides, start)
-    with no_dispatch():
+    with in_kernel_invocation_manager(value.fake_mode):  # so that no kernel of its device is needed
         plain = torch.as_strided(value, shape, strides, start)
     return FakeTensor(value.fake_mode, plain, value.device)
 
