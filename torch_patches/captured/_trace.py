@@ -24,7 +24,11 @@ GRAPHS = ("aot_joint_graph", "aot_forward_graph", "aot_inference_graph", "aot_ba
 SCHEDULE = "comm_overlap_schedule"
 
 _ENTRY = re.compile(r"^[VDIWEC]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ .*?\] (\{.*)$")
+#: What tlparse makes of a log: a folder for each compile (its numbers, and the attempt), in it a file for
+#: each entry; of the logs of several ranks, a folder for each rank around these.
 _TLPARSE_FILE = re.compile(rf"({'|'.join(GRAPHS)}|{SCHEDULE})_\d+\.(txt|json)")
+_TLPARSE_FOLDER = re.compile(r"(-|\d+)_(-|\d+)_(-|\d+)(?:_(?:-|\d+))?")
+_RANK_FOLDER = re.compile(r"rank_(\d{1,9})")
 MAX_LINE = 2**26  # characters
 MAX_PAYLOADS = 2**29  # characters of all graphs of a log or folder
 _COMPILE_KEYS = ("compiled_autograd_id", "frame_id", "frame_compile_id")
@@ -36,7 +40,7 @@ class Entry:
 
     Args:
         kind: as in :data:`GRAPHS`, or :data:`SCHEDULE`.
-        compile_id: such as "0/0"; frame and compile of the frame.
+        compile_id: such as "0/0": frame and compile of the frame; "!0/1/0" with compiled autograd.
         rank: None where none is told.
         payload: the text.
     """
@@ -86,45 +90,93 @@ def read_trace(path: Path, rank: int | None = None) -> Trace:
     """
     if path.is_dir():
         return _read_folder(path, rank)
+    trace = _read_log(path)
+    if trace is None:
+        raise CaptureFormatError(f"{path.name}: a log without graphs of a compile")
+    return trace
+
+
+def _read_log(path: Path) -> Trace | None:
+    """None for a log without graphs."""
     trace, kept = Trace(), _Budget(path)
     with path.open(encoding="utf-8", errors="replace") as stream:
         for metadata, payload in _raw_entries(_lines(stream), path):
             if _take(trace, metadata, payload):
                 kept.take(payload)
-    if not trace.entries:
-        raise CaptureFormatError(f"{path.name}: a log without graphs of a compile")
-    return trace
+    return trace if trace.entries else None
 
 
 def _read_folder(path: Path, rank: int | None) -> Trace:
-    found = logs = sorted(path.glob("*.log"))
-    if rank is not None:
-        logs = [log for log in found if re.search(rf"rank_{rank}(?!\d)", log.name)]
-        if found and not logs:
-            names = ", ".join(log.name for log in found[:4])
-            raise CaptureFormatError(f"{path}: no log of rank {rank} among {len(found)} ({names})")
-    if len(logs) == 1:
-        return read_trace(logs[0])
+    # A link may lead anywhere.
+    children = sorted(c for c in path.iterdir() if c.is_dir() and not c.is_symlink())
+    ranks = {int(m[1]): child for child in children if (m := _RANK_FOLDER.fullmatch(child.name))}
+    if ranks:
+        return _read_folder(_of_rank(path, ranks, rank), None)
+    files = [f for folder in (path, *children) for f in sorted(folder.iterdir(), key=_number)]
+    files = [f for f in files if _TLPARSE_FILE.fullmatch(f.name) and _is_plain(f)]
+    # tlparse leaves out the graphs in the log that it calls so.
+    logs = [log for log in sorted(path.glob("*.log")) if log.name != "shortraw.log"]
+    if len(logs) == 1 and rank is None and files:
+        return _read_log(logs[0]) or _read_files(path, files)
     if logs:
-        names = ", ".join(log.name for log in logs[:4])
-        raise CaptureFormatError(f"{path}: {len(logs)} logs ({names}, ...); take one, or --rank")
+        return read_trace(_log_of_rank(path, logs, rank))
+    if files and rank is not None:
+        raise CaptureFormatError(f"{path}: graphs of tlparse that tell no rank; leave out --rank")
+    if files:
+        return _read_files(path, files)
+    if captures := sorted(path.glob("*.json.gz")):
+        raise CaptureFormatError(
+            f"{path}: a folder of {len(captures)} captures; take one ({_shown(captures)})"
+        )
+    raise CaptureFormatError(f"{path}: a folder without logs, and without graphs of tlparse")
+
+
+def _of_rank(path: Path, ranks: dict[int, Path], rank: int | None) -> Path:
+    """tlparse's folder of one rank, of a job with several."""
+    names = _shown([ranks[number] for number in sorted(ranks)])
+    if rank is None and len(ranks) == 1:
+        return next(iter(ranks.values()))
+    if rank is None:
+        raise CaptureFormatError(
+            f"{path}: folders of {len(ranks)} ranks ({names}); take one, or --rank"
+        )
+    if rank not in ranks:
+        raise CaptureFormatError(f"{path}: no folder of rank {rank} among {len(ranks)} ({names})")
+    return ranks[rank]
+
+
+def _log_of_rank(path: Path, logs: list[Path], rank: int | None) -> Path:
+    found = logs
+    if rank is not None:
+        found = [log for log in logs if re.search(rf"rank_{rank}(?!\d)", log.name)]
+    if not found:
+        raise CaptureFormatError(
+            f"{path}: no log of rank {rank} among {len(logs)} ({_shown(logs)})"
+        )
+    if len(found) > 1:
+        raise CaptureFormatError(
+            f"{path}: {len(found)} logs ({_shown(found)}); take one, or --rank"
+        )
+    return found[0]
+
+
+def _shown(paths: list[Path]) -> str:
+    names = [path.name for path in paths]
+    return ", ".join([*names[:4], *(["..."] if len(names) > 4 else [])])
+
+
+def _read_files(path: Path, files: list[Path]) -> Trace:
+    """Graphs in files of tlparse."""
     trace, budget = Trace(), _Budget(path)
-    for file in sorted(path.rglob("*"), key=_tlparse_order):
+    for file in files:
         match = _TLPARSE_FILE.fullmatch(file.name)
-        # A link may lead anywhere.
-        if match is not None and file.is_file() and not file.is_symlink():
-            if file.stat().st_size > MAX_LINE:
-                raise CaptureFormatError(f"{file.name}: more than {MAX_LINE} bytes")
-            compile_id = "/".join(re.findall(r"\d+", file.parent.name)[:2]) or "0/0"
-            text = file.read_text(encoding="utf-8", errors="replace")
-            trace.entries.append(Entry(match[1], compile_id, None, budget.take(text)))
-    if not trace.entries:
-        if captures := sorted(path.glob("*.json.gz")):
-            names = ", ".join(capture.name for capture in captures[:4])
-            raise CaptureFormatError(
-                f"{path}: a folder of {len(captures)} captures; take one ({names})"
-            )
-        raise CaptureFormatError(f"{path}: a folder without logs, and without graphs of tlparse")
+        assert match is not None
+        if file.stat().st_size > MAX_LINE:
+            raise CaptureFormatError(f"{file.name}: more than {MAX_LINE} bytes")
+        numbers = _TLPARSE_FOLDER.fullmatch(file.parent.name)
+        compile_id = _compile_id(*(numbers.groups() if numbers else (None, None, None)))
+        text = file.read_text(encoding="utf-8", errors="replace")
+        trace.entries.append(Entry(match[1], compile_id, None, budget.take(text)))
     return trace
 
 
@@ -153,9 +205,22 @@ class _Budget:
         return payload
 
 
-def _tlparse_order(path: Path) -> tuple[str, int]:
+def _is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _number(path: Path) -> int:
+    """Of a file of tlparse; in the order of the log."""
     number = re.search(r"_(\d+)\.\w+$", path.name)
-    return str(path.parent), int(number[1]) if number else -1
+    return int(number[1]) if number else -1
+
+
+def _compile_id(autograd: object, frame: object, frame_compile: object) -> str:
+    """As torch prints it: "0/1", "!2/0/1" or "!2" for a graph of compiled autograd."""
+    numbers = [str(n) for n in (frame, frame_compile) if n not in (None, "-")]
+    if autograd not in (None, "-"):
+        return "/".join([f"!{autograd}", *numbers])
+    return "/".join(numbers) or "0/0"
 
 
 def _raw_entries(lines: Iterator[str], path: Path) -> Iterator[tuple[dict[str, Any], str]]:
@@ -200,7 +265,7 @@ def _take(trace: Trace, metadata: dict[str, Any], payload: str) -> bool:
     if kind is None or not payload:
         return False
     rank = metadata.get("rank")
-    numbers = [metadata.get(key) for key in _COMPILE_KEYS]
-    compile_id = "/".join(str(n) for n in numbers if isinstance(n, int)) or "0/0"
+    numbers = (metadata.get(key) for key in _COMPILE_KEYS)
+    compile_id = _compile_id(*(n if isinstance(n, int) else None for n in numbers))
     trace.entries.append(Entry(kind, compile_id, rank if isinstance(rank, int) else None, payload))
     return True

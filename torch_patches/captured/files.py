@@ -121,7 +121,7 @@ def load_any(
             read, kind = read_printed(text, symbols, path.name), "printed"
         except CaptureFormatError as error:
             raise CaptureFormatError(f"{error}; {_TAKEN_FOR_PRINTED}") from error
-    return _loaded({"fw": read}, symbols, given, kind, path.name)
+    return _loaded({_name_of(kind, read): read}, symbols, given, kind, path.name)
 
 
 def load_compile(

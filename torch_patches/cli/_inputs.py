@@ -37,7 +37,7 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
         help="value of a symbolic size, for files that do not tell")  # fmt: skip
     add("--compile", metavar="ID", help="which compile of a log, such as 0/0; default: the one with "
         "most collectives")  # fmt: skip
-    add("--rank", type=int, help="whose log, in a folder with one for each rank")
+    add("--rank", type=int, help="whose log or tlparse folder, in a folder with one for each rank")
 
 
 def load(arguments: argparse.Namespace, path: Path, more_groups: bool = False) -> Loaded:

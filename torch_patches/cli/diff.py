@@ -33,7 +33,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("a", type=Path, metavar="A")
     parser.add_argument("b", type=Path, metavar="B")
     parser.add_argument("--compile", metavar="ID", help="which compile of logs; default: all")
-    parser.add_argument("--rank", type=int, help="whose log, in a folder with one for each rank")
+    parser.add_argument(
+        "--rank", type=int, help="whose log or tlparse folder, in a folder with one for each rank"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
