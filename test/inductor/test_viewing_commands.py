@@ -48,6 +48,7 @@ def test_report_beside_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(given) == 0
     out = capsys.readouterr().out
     assert "1 measured collectives match none" in out
+    assert "of the graph fw alone" in out and "of the graph fw alone" in page.read_text()
     assert "collectives of a step with no compute" in out
     assert "Measured beside estimated" in page.read_text()
     assert main([*given, "--steps", "2", "--json"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -111,7 +112,14 @@ def _measured(arguments: argparse.Namespace, reports: Mapping[str, Report]) -> C
     except ProfileError as error:
         raise CommandError(str(error)) from error
     pictures: list[Any] = [r.story.picture for r in reports.values() if r.story]  # type: ignore[attr-defined]
-    return compare(profile, [p.before for p in pictures], [p.after for p in pictures])
+    found = compare(profile, [p.before for p in pictures], [p.after for p in pictures])
+    if arguments.graph is None:
+        return found
+    alone = (
+        f"Estimates are of the graph {arguments.graph} alone, measured steps are whole ones: "
+        "without --graph all graphs are counted."
+    )
+    return dataclasses.replace(found, note=f"{found.note} {alone}")
 
 
 def _lines(measured: Comparison | None) -> list[str]:
