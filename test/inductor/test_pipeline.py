@@ -258,3 +258,12 @@ class TestGarbageCollection:
             assert not any(during)
         finally:
             gc.enable() if before else gc.disable()
+
+
+def test_a_reason_is_the_first_line_of_an_error() -> None:
+    error = NotImplementedError(
+        "no kernel\n\nCPU: registered at a.cpp:1\nMeta: registered at b.cpp:2"
+    )
+    assert notices.reason_of(error) == "NotImplementedError: no kernel"
+    assert notices.reason_of(ValueError("x" * 5000)) == f"ValueError: {'x' * 300}..."
+    assert notices.reason_of(KeyError()) == "KeyError: "

@@ -15,6 +15,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapsh
 from torch_patches._inductor.fx_passes.comm_overlap.notices import (
     RANK_LOCAL_ERRORS,
     raise_if_strict,
+    reason_of,
     warn_unfused,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
@@ -80,7 +81,7 @@ def fuse_or_leave(graph: fx.Graph, options: Options) -> Fused:
         raise
     except Exception as error:
         raise_if_strict(error)
-        reason = f"{type(error).__name__}: {error}"
+        reason = reason_of(error)
         warn_unfused(reason)
         return Fused(failure=reason)
 

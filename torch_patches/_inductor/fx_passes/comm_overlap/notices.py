@@ -19,8 +19,17 @@ RANK_LOCAL_ERRORS = (
     torch.OutOfMemoryError,
 )
 
+MAX_REASON = 300  # characters of an error in a warning
+
 #: Set to 1 to raise instead of leaving a graph untouched; the test-suite does.
 STRICT_VARIABLE = "TORCH_PATCHES_STRICT"
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of an error: torch lists a hundred lines of kernels behind some."""
+    text = str(error).strip().partition("\n")[0]
+    shown = text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}..."
+    return f"{type(error).__name__}: {shown}"
 
 
 def raise_if_strict(error: Exception) -> None:

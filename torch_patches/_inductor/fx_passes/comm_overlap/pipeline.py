@@ -65,6 +65,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.module_names import (
 from torch_patches._inductor.fx_passes.comm_overlap.notices import (
     RANK_LOCAL_ERRORS,
     raise_if_strict,
+    reason_of,
     warn_unfused,
     warn_untagged,
     warn_untouched,
@@ -109,7 +110,7 @@ def record_inputs_of(model: object) -> tuple[RecordedInput, ...]:
         raise
     except Exception as error:
         raise_if_strict(error)
-        warn_untagged(f"{type(error).__name__}: {error}")
+        warn_untagged(reason_of(error))
         return ()
 
 
@@ -159,7 +160,7 @@ def tag_or_leave(
         raise
     except Exception as error:
         raise_if_strict(error)
-        warn_untagged(f"{type(error).__name__}: {error}")
+        warn_untagged(reason_of(error))
 
 
 def tags_digest(
@@ -268,7 +269,7 @@ def _attempt(
         raise
     except Exception as error:
         raise_if_strict(error)
-        reason = f"{type(error).__name__}: {error}"
+        reason = reason_of(error)
         warn = warn_unfused if options.bucketing_mode == "none" else warn_untouched
         warn(reason)
         return _unchanged(graph, options, Report(options.bucketing_mode, failure=reason))
