@@ -6,6 +6,7 @@ The mesh is 4 x 2 unless a test says otherwise: "outer" has ranks 0 2 4 6, "inne
 from __future__ import annotations
 
 import copy
+import operator
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -172,12 +173,20 @@ def test_three_dimensions_and_pairs_of_them() -> None:
     assert [group for _, group in starts(fused(gm, last))] == ["d2", "last"]
 
 
+def columns_there_and_back(b: GraphBuilder, x: fx.Node) -> fx.Node:
+    """Columns of four as rows of three, which no digits of an index show, and back."""
+    columns = b.call(aten.clone, b.call(aten.t, x), memory_format=torch.contiguous_format)
+    columns = b.call(aten.view, b.call(aten.view, columns, [8, 3]), [6, 4])
+    return b.call(aten.t, columns)
+
+
+@pytest.mark.parametrize("between", [transposed_twice, there_and_back, columns_there_and_back])
 @pytest.mark.parametrize("op", ["sum", "avg"])
-def test_reduce_scatters(op: str) -> None:
+def test_reduce_scatters(op: str, between: Between) -> None:
     """The outer dimension is scattered first; the inner one keeps a piece of that."""
     b = GraphBuilder()
-    wait = b.scatter_and_wait(b.placeholder(16, 3), op, 4, "outer")
-    wait = b.scatter_and_wait(transposed_twice(b, wait), op, 2, "inner")
+    wait = b.scatter_and_wait(b.placeholder(16, 6), op, 4, "outer")
+    wait = b.scatter_and_wait(between(b, wait), op, 2, "inner")
     assert starts(fused(b.output(wait))) == [("reduce_scatter_tensor", "rows")]
 
 
@@ -300,6 +309,14 @@ def test_the_part_of_a_weight_that_a_rank_works_on(rank: int) -> None:
     """It is the first one on one rank only, where it looks as if padding were cut off."""
     b, wait = chain()
     part = b.call(aten.slice.Tensor, wait, 0, 4 * rank, 4 * rank + 4)
+    assert only_refusal(b.output(part)) is RefusalReason.CHAIN_UNEVEN
+
+
+def test_a_part_that_begins_at_a_symbol_may_be_any() -> None:
+    b, wait = chain()
+    begin = b.symbol(4)
+    part = b.call(aten.slice.Tensor, wait, 0, begin, b.call(operator.add, begin, 4))
+    assert part.meta["val"].shape == (4, 6)
     assert only_refusal(b.output(part)) is RefusalReason.CHAIN_UNEVEN
 
 

@@ -168,6 +168,24 @@ def test_overlap_preserving_merge_is_tried_in_every_mode(
     assert sorted(tried[0]) == ["after schedule", "as asked", "none"]
 
 
+@pytest.mark.parametrize(("mode", "tried"), [("topo_span", True), ("auto", False)])
+def test_overlap_preserving_merge_of_a_large_graph_is_tried_where_sizes_are_given(
+    mode: str, tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are searched, it would be too much work."""
+    names: list[str] = []
+
+    def try_ways(*args: object) -> list[Way]:
+        ways = auto.try_ways(*args)  # type: ignore[arg-type]
+        names.extend(way.name for way in ways)
+        return ways
+
+    monkeypatch.setattr(choice, "try_ways", try_ways)
+    monkeypatch.setattr(auto, "is_small", lambda track: False)
+    optimize(model(4), bucketing_mode=mode, overlap=True)
+    assert ("after schedule" in names) is tried
+
+
 def test_calibration_counts_where_the_call_is_the_opt_in(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     save_calibration(path, CalibrationTable(device="slow", dram_gb_per_s=1.0))
@@ -197,6 +215,14 @@ def test_caps_are_combined_by_minimum(gb: float | None, ratio: float | None, all
     options = replace(AUTO, max_memory_increase_gb=gb, max_memory_increase_ratio=ratio)
     expected = max(allowed, 32 << 20) if gb is None and ratio is None else allowed
     assert memory_limits(options, GIB).peak_bytes == GIB + expected
+
+
+def test_bound_on_prefetch_is_the_one_that_was_asked_for() -> None:
+    """Without one, modules may be of any length."""
+    asked = [replace(AUTO, max_compute_pre_fetch=3), Options("modules", max_compute_pre_fetch=3)]
+    assert [memory_limits(options, GIB).prefetch_kernels for options in asked] == [3, 3]
+    assert memory_limits(AUTO, GIB).prefetch_kernels == auto.DEFAULT_PREFETCH
+    assert memory_limits(Options("modules"), GIB).prefetch_kernels is None
 
 
 def test_default_cap_of_a_large_graph_is_its_share() -> None:

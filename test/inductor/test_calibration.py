@@ -169,6 +169,10 @@ def test_wrong_value_is_refused_by_place(
     assert len(str(caught.value)) < 500
 
 
+def test_longest_text_is_accepted(write: Callable[[object], Path]) -> None:
+    assert load_calibration(write(changed("device", "x" * 200))).device == "x" * 200
+
+
 def test_missing_and_repeated_entries(write: Callable[[object], Path]) -> None:
     document = copy.deepcopy(DOCUMENT)
     del document["collectives"][0]["ms"]

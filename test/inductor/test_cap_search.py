@@ -40,6 +40,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import (
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     BucketKey,
     Collective,
+    CollectiveKind,
     MergeForm,
     Plan,
 )
@@ -191,6 +192,48 @@ def test_program_counts_two_buckets_of_memory() -> None:
     none = replace(FREE, peak_bytes=max(track.fixed_bytes))
     found = sizes_of(track, keys_of(track, 1600), none)
     assert [found.get(index) for index in track.reductions][:4] == [2, None, 1, 1]
+
+
+def test_program_leaves_single_launches_where_copies_cost_too_much() -> None:
+    """A launch is copied nowhere; two together are, at 0.1 GB/s of memory."""
+    model = model_of(1.0, 5.0, 100.0)
+    slow = replace(model, device=replace(model.device, dram_gb_per_s=0.1))
+    track = track_of(backward(6), slow)
+    copying = replace(AUTO, bucket_mode="default")
+    found = sizes_of(track, keys_of(track, 1600), options=copying)
+    assert found == dict.fromkeys(range(12), 1)
+
+
+def with_replicas() -> torch.fx.GraphModule:
+    """mm -> scatter -> all-reduce over replicas, eight times."""
+    b = GraphBuilder()
+    h = b.placeholder(ROWS, WIDTH)
+    reduced = []
+    for _ in range(8):
+        h = b.call(aten.mm, h, h)
+        scattered = b.scatter_and_wait(h, "sum", 2, "g")
+        reduced.append(b.reduce_and_wait(scattered, "sum", "replicas"))
+    return b.output(h, *reduced)
+
+
+def test_program_sizes_nothing_that_follows_its_scatters() -> None:
+    """All-reduces over replicas take the members of the scatters that they reduce further."""
+    track = track_of(with_replicas(), model_of(1.0, 5.0, 100.0))
+    found = sizes_of(track, keys_of(track, 1600))
+    assert sum(found.values()) == 8
+    kinds = {track.skeleton.collectives[index].kind for index in found}
+    assert kinds == {CollectiveKind.REDUCE_SCATTER}
+
+
+def test_program_counts_replicas_on_the_link_that_they_take() -> None:
+    """Where nodes have two ranks, replicas have another link than their scatters: these go on in
+    smaller buckets while replicas are reduced.  On one link more buckets are only more launches."""
+    model = model_of(4.0, 1.0, 0.02)
+    buckets = []
+    for gpus_per_node in (8, 2):
+        track = track_of(with_replicas(), replace(model, gpus_per_node=gpus_per_node))
+        buckets.append(len(sizes_of(track, keys_of(track, 1600))))
+    assert 2 * buckets[0] <= buckets[1]
 
 
 def test_program_gives_up_beyond_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:

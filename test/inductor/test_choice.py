@@ -7,7 +7,10 @@ import pytest
 
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes import choice
-from torch_patches._inductor.fx_passes.comm_overlap.passes.choice import EstimatedChoice
+from torch_patches._inductor.fx_passes.comm_overlap.passes.choice import (
+    EstimatedChoice,
+    ModuleChoice,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
 from torch_patches._inductor.fx_passes.comm_overlap.passes.sizes import Sizes
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
@@ -223,6 +226,32 @@ def test_ways_of_one_name_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slower_ways_than_asked_for_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = choose(monkeypatch, [way(9.0), way(8.0, 10)], small=True)
     assert taken(chosen, slowest_ms=7.0) is None
+    assert taken(chosen, slowest_ms=8.0) == 8.0
+
+
+def test_modules_get_less_memory_once_and_are_given_up_then() -> None:
+    """At once where memory is not why."""
+    chosen = ModuleChoice(Options("modules"), LIMITS, SimpleNamespace())  # type: ignore[arg-type]
+    tries: list[tuple[set[str], dict[str, int]]] = []
+
+    def next_way(*args: object) -> tuple[None, int]:
+        seen = args[-1]
+        tries.append((set(seen.given_up), dict(seen.lowered_bytes)))  # type: ignore[attr-defined]
+        return None, 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "next_module_way", next_way)
+        for excess in (250, 250):
+            chosen.fail(way(7.0, 300), excess)
+            chosen.next(lambda: TRACK, 100.0)
+        chosen.fail(replace(way(7.0), name="another way"), 0)
+        chosen.next(lambda: TRACK, 100.0)
+    lowered = {"a way": CAP - 250 - CAP // 256}
+    assert tries == [
+        (set(), lowered),
+        ({"a way"}, lowered),
+        ({"a way", "another way"}, lowered),
+    ]
 
 
 def test_graph_is_read_anew_only_where_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import operator
 import pytest
 import torch
 import torch.fx as fx
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._higher_order_ops.wrap import wrap  # a higher-order op that no pass knows
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._subclasses import FakeTensorMode
@@ -31,6 +32,10 @@ c10d = torch.ops._c10d_functional
 def only(gm: fx.GraphModule):
     (collective,) = collect(gm.graph).collectives
     return collective
+
+
+def _group_of(mesh, dims):
+    raise NotImplementedError
 
 
 class TestKinds:
@@ -98,6 +103,31 @@ class TestKinds:
         assert found.waits == tuple(waits)
         assert (found.input_bytes, found.output_bytes) == (40, 80)
         assert found.refusal is RefusalReason.COALESCED_IN_INPUT
+
+    def test_coalesced_reductions_of_the_input_are_not_merged(self):
+        b = GraphBuilder()
+        xs = [b.placeholder(4), b.placeholder(6)]
+        parts = b.reduce_scatter_coalesced(xs, "sum", 2, "fsdp")
+        parts += b.all_reduce_coalesced(xs, "sum", "fsdp")
+        found = collect(b.output(*map(b.wait, parts)).graph).collectives
+        assert {c.refusal for c in found} == {RefusalReason.COALESCED_IN_INPUT}
+        assert [c.output_bytes for c in found] == [20, 40]
+
+    def test_group_that_is_computed_is_named_by_the_computation(self):
+        """Of a mesh and a list of dimensions; equal ones are one group."""
+        b = GraphBuilder()
+        mesh = b.opaque_placeholder("mesh")
+        waits = []
+        for dims in ([0, 1], [0, 1], [0, 2]):
+            group = b.graph.call_function(_group_of, (mesh, dims))
+            start = b.graph.call_function(
+                c10d.all_gather_into_tensor.default, (b.placeholder(4), 2, group)
+            )
+            with b.fake_mode:
+                start.meta["val"] = torch.empty(8)
+            waits.append(b.wait(start))
+        first, second, third = collect(b.output(*waits).graph).collectives
+        assert first.group == second.group != third.group
 
     @pytest.mark.parametrize("form", ["in_place", "out"])
     def test_cannot_merge_forms_that_write_an_argument(self, form):
@@ -409,3 +439,41 @@ class TestBarriers:
         assert (wait, write) in pairs  # the payload is in flight until the wait
         assert (write, after) in pairs
         assert not any(other in pair for pair in pairs)
+
+    def test_each_higher_order_call_is_judged_by_its_own_graph(self):
+        b = GraphBuilder()
+        inner = fx.Graph()
+        inner.output(inner.call_function(aten.neg.default, (inner.placeholder("x"),)))
+        b._root.register_module("pure", fx.GraphModule(b._root, inner))
+        inner = fx.Graph()
+        inner.call_function(
+            torch.ops.torch_patches_test.unknown_effect.default, (inner.placeholder("x"),)
+        )
+        inner.output(())
+        b._root.register_module("impure", fx.GraphModule(b._root, inner))
+        x = b.placeholder(4)
+        calls = [
+            b.graph.call_function(invoke_subgraph, (b.graph.get_attr(name), name, x))
+            for name in ("pure", "impure")
+        ]
+        found = collect(b.output(b.gather_and_wait(x, 2, "g")).graph).barriers
+        assert [(k.node, k.kind) for k in found] == [(calls[1], BarrierKind.EFFECT)]
+
+    @pytest.mark.parametrize("form", ["keyword", "by_schema"])
+    def test_every_alias_of_a_storage_is_seen(self, form):
+        """A view that is given its tensor by keyword, and an alias that only the schema tells of."""
+        with torch.library._scoped_library("alias_test", "DEF") as library:
+            library.define("same(Tensor(a) x) -> Tensor(a)")
+            library.impl("same", lambda x: x, "CompositeExplicitAutograd")
+            library.impl("same", lambda x: x.view_as(x), "Meta")
+            b = GraphBuilder()
+            x = b.placeholder(4)
+            if form == "keyword":
+                alias = b.call(aten.view, x, [2, 2])
+                alias.args, alias.kwargs = (), {"self": x, "size": [2, 2]}
+            else:
+                alias = b.call(torch.ops.alias_test.same, x)
+            start = b.all_gather(x, 2, "g")
+            write = b.call(aten.mul_.Tensor, alias, 2.0)
+            pairs = collect(b.output(b.wait(start)).graph).order_dependencies
+        assert (start, write) in pairs

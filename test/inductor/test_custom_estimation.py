@@ -78,6 +78,11 @@ def test_function_of_a_module_is_keyed_by_its_name_and_source(key_of) -> None:
             "class C: x = 2",
         ),
         (
+            "from own_rates import RATE\ndef estimate(n, s): return (lambda: RATE)()",
+            "RATE = 1",
+            "RATE = 2",
+        ),
+        (
             "from own_rates import f\ndef estimate(n, s): return [f() for _ in '1']",
             "X = 1\ndef g(): return X\ndef f(): return g()",
             "X = 2\ndef g(): return X\ndef f(): return g()",
@@ -106,6 +111,14 @@ def test_tables_by_op_and_dtype_are_plain_values(key_of) -> None:
         "def estimate(node, size): return RATES.get(node.target)"
     )
     assert key_of(source) is not None
+
+
+@pytest.mark.parametrize("table", ["{KEY: 1}", "{1: KEY}", "[KEY]"])
+def test_tables_may_be_20_deep(key_of, table: str) -> None:
+    for depth, has_key in ((19, True), (20, False)):
+        key = "(" * depth + "1" + ",)" * depth
+        source = f"TABLE = {table.replace('KEY', key)}\ndef estimate(n, s): return TABLE"
+        assert (key_of(source) is not None) is has_key
 
 
 def test_recursion_and_static_methods_have_keys(key_of) -> None:

@@ -216,6 +216,19 @@ def test_a_collective_takes_no_more_than_hides_it(monkeypatch: pytest.MonkeyPatc
     assert new_order(gm) is None
 
 
+def test_what_hides_all_but_a_little_is_helped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """7.5 ms behind a start of 8 ms."""
+    monkeypatch.setattr(module, "LEAST_EXPOSED", 0.0)
+    monkeypatch.setitem(SMALL, aten.sigmoid.default, 7.5)
+    b = Lines()
+    grad = b.mm(b.x, b.w)
+    dw = b.mm(b.x, grad)
+    start = b.all_reduce(b.relu(grad), "sum", "tp")
+    made = {"dw": dw, "start": start, "beside": b.call(aten.sigmoid, grad)}
+    gm = b.output(dw, made["beside"], b.mm(b.wait(start), b.w))
+    assert names(new_order(gm), made) == ["start", "dw", "beside"]
+
+
 def test_a_gradients_reduction_is_no_hindrance() -> None:
     """5 and 4 ms on both sides of it hide a collective together: nothing waits for the reduction."""
     b = Lines()

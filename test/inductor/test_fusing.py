@@ -261,6 +261,17 @@ def test_a_permuted_mesh_looks_alike_to_all_ranks(
         assert {counts[0] for counts in knowing} == {0}
 
 
+@pytest.mark.parametrize(("first", "fused"), [("nccl", 1), ("gloo", 0)])
+def test_target_has_the_backend_of_the_chains_first_group(first: str, fused: int) -> None:
+    b = GraphBuilder()
+    gm = b.output(b.gather_and_wait(b.gather_and_wait(b.placeholder(2, 2), 2, "b"), 2, "a"))
+    groups = (("a", (0, 2), "nccl"), ("b", (0, 1), first), ("all", (0, 1, 2, 3), "nccl"))
+    skeleton = collect(gm.graph)
+    fusions, refusals = plan_fusions(skeleton, GroupTable(0, groups), [CollectiveKind.ALL_GATHER])
+    assert len(fusions) == fused
+    assert [r.reason for r in refusals] == [RefusalReason.CHAIN_NO_GROUP] * (1 - fused)
+
+
 def test_unevenness_of_the_joint_graph_is_remembered(mesh: DeviceMesh) -> None:
     """The split may leave the whole in the forward, and what cuts it in the backward."""
     outer, inner = names(mesh)

@@ -330,6 +330,18 @@ def test_alone_in_its_module() -> None:
     assert {r.detail for r in report.refusals} == {f"module bucket layers.{i}" for i in range(2)}
 
 
+def test_a_replica_that_is_the_only_one_of_its_key_is_alone() -> None:
+    """One of two scatters of a bucket is reduced further."""
+    b = ModuleGraph("fwd_nn_module_stack")
+    saved, g = b.placeholder(SIZE, SIZE), b.placeholder(SIZE, SIZE)
+    with b.inside("layers.0"):
+        one, other = b.gradient(saved, g), b.gradient(saved, g)
+        replica = b.reduce_and_wait(one, "sum", "replicas")
+    _, report = optimized(b.output(replica, other))
+    assert merged(report) == {"RS layers.0 dp x2": 1}
+    assert refused(report) == {"ALONE_IN_KEY": 1}
+
+
 @pytest.mark.parametrize(("cap_bytes", "sizes"), [(64, []), (128, [2, 2]), (192, [3]), (256, [4])])
 def test_a_cap_splits_a_module(cap_bytes: int, sizes: list[int]) -> None:
     """Four gathers of 64 bytes; 192 of them leave one over."""

@@ -16,7 +16,9 @@ import torch.fx as fx
 
 import torch_patches
 from torch_patches._inductor.fx_passes.comm_overlap import module_names
-from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import BUCKET_MARK, collect
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
+from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import label_collectives
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_plan import (
     ModulePlanError,
     parse_plan,
@@ -304,3 +306,26 @@ def test_a_second_run_changes_nothing() -> None:
     again, _ = optimized(gm, ("layers.[0-2]",))  # another plan, for buckets that are there already
     assert str(gm.graph) == text
     assert sum("coalesced" in str(n.target) for n in again.graph.nodes) == 6
+
+
+def test_blocks_of_a_joint_graph_are_in_the_order_of_its_forward() -> None:
+    """Its gradients come last; the embedding has none."""
+    b = ModuleGraph()
+    h = b.placeholder(SIZE, SIZE)
+    shards = {name: b.shard() for name in ("embed", "layers.0", "layers.1", "head")}
+    for name, shard in shards.items():
+        with b.inside(name):
+            h = b.use(h, shard)
+    b.mark = "fwd_nn_module_stack"
+    gradients = []
+    for name in ("head", "layers.1", "layers.0"):
+        with b.inside(name):
+            gradients.append(b.gradient(h, h))
+            for node in (gradients[-1].args[0], gradients[-1]):
+                node.meta["partitioner_tag"] = "is_backward"
+    skeleton = collect(b.output(h, *gradients).graph)
+    assert label_collectives(skeleton, Options("transformer_block")).entries == (
+        ("embed",),
+        "layers.*",
+        ("head",),
+    )

@@ -375,3 +375,10 @@ def test_every_error_in_the_sources_has_a_case(module) -> None:
     finally:
         sys.settrace(before)
     assert expected and expected <= seen, f"{path}: no case for lines {sorted(expected - seen)}"
+
+
+@pytest.mark.parametrize(("count", "others"), [(5, "."), (6, " and others.")])
+def test_others_are_named_where_there_are_some(count: int, others: str) -> None:
+    with pytest.raises(ModulePlanError) as caught:
+        parse_plan(["vision"]).check([str(n) for n in range(count)], [], "error")
+    assert f"begin with '0', '1', '2', '3', '4'{others}" in str(caught.value)

@@ -42,6 +42,7 @@ from torch_patches.testing.module_graphs import (
     backward,
     forward,
     optimized,
+    tag,
 )
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
@@ -229,3 +230,19 @@ def test_default_memory_cap(options: Options, share: float) -> None:
     """A GiB allows more than the least of 32 MiB in one case, and just that in the others."""
     allowed = memory_limits(options, 1 << 30).peak_bytes - (1 << 30)
     assert allowed == max(int(share * (1 << 30)), 32 << 20)
+
+
+def test_parts_keep_the_order_of_registration() -> None:
+    b = ModuleGraph()
+    h = b.placeholder(SIZE, SIZE)
+    with b.inside("layers.0"):
+        for place in range(4):
+            wait = b.gather_and_wait(b.shard(), 2, "dp")
+            tag(wait, f"layers.0.w{place}", index=3 - place, place=place)
+            h = b.call(aten.mm, h, wait)
+    skeleton = collect(b.output(h).graph)
+    place_of = {node: number for number, node in enumerate(b.graph.nodes)}
+    gathers = {g.collective.index: g for g in find_gathers(skeleton, place_of)}
+    bucket = make_bucket(skeleton.collectives, MergeForm.COALESCED, CloseReason.END)
+    parts = split_for_memory(Plan((bucket,)), gathers, {0: 2 * gathers[0].flight_bytes}).buckets
+    assert [part.payload_order for part in parts] == [(1, 0), (1, 0)]

@@ -203,6 +203,15 @@ def test_what_made_a_gradient_speaks_for_its_reduction() -> None:
     assert paths_of(b.output(after, gradient)) == [["made"], ["made"]]
 
 
+def test_an_input_beside_what_made_a_gradient_does_not_end_the_search() -> None:
+    """A stored gradient + mm -> all-reduce."""
+    b = GraphBuilder()
+    stored, x = b.placeholder((8, 8)), b.placeholder((8, 8))
+    made = named(b.call(aten.mm.default, x, x), "made")
+    total = b.call(aten.add.Tensor, stored, made)
+    assert paths_of(b.output(b.reduce_and_wait(total, "sum", "g"))) == [["made"]]
+
+
 @pytest.mark.parametrize(("between", "expected"), [(10, ["far"]), (40, [])])
 def test_search_ends_after_some_nodes(between: int, expected: list[str]) -> None:
     """mm -> neg -> ... -> neg -> all-reduce: long chains would make the search quadratic."""

@@ -5,6 +5,7 @@ waited for.  Where no limits are given, only dependencies count.
 """
 
 import pytest
+import torch
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.contraction import contract
@@ -328,3 +329,20 @@ def test_queue_keeps_dependencies_of_others() -> None:
     entries = [Entry(n, b, [n]) for n, b in zip(starts, berths, strict=True)]
     queue = StartQueue(contracted, entries)
     assert not queue.rearrange(entries, [entries[1], entries[0]])
+
+
+def test_plan_names_all_that_must_hold_in_the_result() -> None:
+    """A( mm )A  B()B  C()C, of which A and C are merged: the bucket is waited for as a whole, and B
+    starts behind it."""
+    s = Sketch()
+    a = s.start()
+    mm = s.mm()
+    wait_a = s.end(a, mm)
+    b = s.all_gather(s.placeholder(4, 8, dtype=torch.float64), 2, "g")
+    s.end(b)
+    wait_c = s.end(s.start())
+    expected = [(a, mm), (mm, wait_a), (wait_a, wait_c), (a, b)]
+    names = {(before.name, after.name) for before, after in expected}
+    outcome = bucket(s.done(), s.hiding, Options("topo_span", bucket_mode="coalesced"), None)
+    assert outcome.buckets == [[0, 2]]
+    assert {(before.name, after.name) for before, after in outcome.plan.dependencies} == names

@@ -256,6 +256,50 @@ def test_accepted_merges_use_the_room_up(more: int, buckets: list[list[int]]) ->
     assert set(outcome.reasons.values()) <= {RefusalReason.MEMORY}
 
 
+@pytest.mark.parametrize(("more", "buckets"), [(896, [[0, 1, 2]]), (895, [[0, 1]])])
+def test_a_copying_bucket_that_grows_is_copied_once(more: int, buckets: list[list[int]]) -> None:
+    """At the peak stand B's and C's results, 512 bytes, and the copy of all shards, 3 times 128."""
+    before = peak_of(gathers_on_both_sides)
+    outcome = merged(gathers_on_both_sides(), Limits(before + more), "default")
+    assert outcome.buckets == buckets
+    assert peak_bytes(outcome.after.graph).peak_bytes == before + 256 * len(buckets[0]) + (
+        128 if len(buckets[0]) > 2 else 0
+    )
+
+
+def test_a_refused_merge_takes_no_room() -> None:
+    """A( a( mm )A )a  peak  B( b( mm )B )b: for the larger pair there is too little, not for a and b."""
+
+    def sketch() -> Sketch:
+        s = Sketch()
+        for number in range(2):
+            large = s.all_gather(s.placeholder(8, 8), 2, "g")
+            small = s.start("h")
+            hides = s.mm()
+            s.end(large, hides)
+            s.end(small, hides)
+            if not number:
+                peak(s)
+        return s
+
+    outcome = merged(sketch(), Limits(peak_of(sketch) + 256))
+    assert outcome.buckets == [[1, 3]]
+    assert [outcome.reasons[place] for place in (0, 2)] == [RefusalReason.MEMORY] * 2
+
+
+def test_an_input_over_the_cap_hinders_no_merge_that_takes_nothing_more_there() -> None:
+    """A()A  peak  B()B: A starts and is waited for behind the peak, where it is not needed."""
+
+    def sketch() -> Sketch:
+        s = Sketch()
+        s.end(s.start())
+        peak(s)
+        s.end(s.start())
+        return s
+
+    assert merged(sketch(), Limits(peak_of(sketch) - 512)).buckets == [[0, 1]]
+
+
 def test_bytes_in_flight() -> None:
     """256 bytes each."""
     s = gathers_far_apart()
@@ -310,6 +354,13 @@ def test_host_work_counts_as_saved() -> None:
     """0 us of latency, but 16 us of the host for each launch."""
     model = replace(copy_model(0.0), host=HostCosts(0, 16.0, 0, 0))
     assert merged(two_gathers(), None, "default", model).buckets == [[0, 1]]
+
+
+def test_host_work_counts_in_microseconds() -> None:
+    """0.3 us of the host and 15 of latency do not make up for 15.36 us of copies; 0.4 do."""
+    for collective_us, buckets in ((0.3, []), (0.4, [[0, 1]])):
+        model = replace(copy_model(15.0), host=HostCosts(0, collective_us, 0, 0))
+        assert merged(two_gathers(), None, "default", model).buckets == buckets
 
 
 def test_steps_of_the_ring_count_as_saved() -> None:

@@ -29,6 +29,15 @@ LIKE_INPUT = [
 ]
 
 
+@torch.library.custom_op("torch_patches_test::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    """Stands for somebody's quantisation."""
+    return x / 2
+
+
+halved.register_fake(torch.empty_like)
+
+
 def decisive(b, *outputs):
     """What plans read of each collective."""
     return [
@@ -193,6 +202,7 @@ class TestChains:
             lambda b, x: b.call(aten.mul.Tensor, x, 0.5),
             lambda b, x: b.call(aten.div.Tensor, b.call(aten.neg, x), b.call(aten.amax, x)),
             lambda b, x: b.call(aten.mul.Tensor, x, b.placeholder(2)),
+            lambda b, x: b.call(torch.ops.torch_patches_test.halved, x),
         ],
     )
     def test_sizes_and_feeders_of_gathers(self, compute):

@@ -234,6 +234,23 @@ def test_preparation_moves_with_its_gather() -> None:
     assert text(gm) == "s0 mm w0 mm"
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_view_in_front_of_a_gather_moves_up_with_it_and_not_down(shared: bool) -> None:
+    s = Sketch()
+    view = s.call(aten.view, s.placeholder(8, 4), [4, 8])
+    other = [s.call(aten.neg, view)] if shared else []
+    h = s.mm(s.mm(s.x, s.x), s.x)
+    if not shared:
+        view = s.call(aten.view, view, [4, 8])
+    gm = s.end(s.mm(h, s.gather_and_wait(view, 2, "g")), *other)
+    moved = {move.node: move.place for move in plan(gm).moves}
+    order = list(gm.graph.nodes)
+    start = next(n for n in order if collective_kind(n) is not None)
+    assert moved[view] == (order.index(view) if shared else moved[start])
+    assert schedule(gm).exposed_ms == 0.0
+    assert text(gm) == "mm s0 mm w0 mm"
+
+
 def test_scatter_is_waited_for_once_it_is_done() -> None:
     """Its wait moves down behind one product, not to the end of the graph."""
     s = Sketch()
@@ -279,6 +296,17 @@ def test_activation_collective_is_waited_for_at_its_first_use() -> None:
     assert text(gm) == "mm s0 mm mm w0 mm mm"
 
 
+def test_view_of_an_activation_is_no_use_of_it() -> None:
+    """What computes with the view is; the plan knows the time of the run that comes of it."""
+    s = Sketch()
+    h = s.mm(s.x, s.x)
+    view = s.call(aten.t, s.gather_and_wait(s.call(aten.relu, h), 2, "g"))
+    gm = s.end(s.mm(h, s.x), s.mm(h, s.x), s.mm(s.x, view))
+    expected = plan(gm).timeline
+    assert schedule(gm).total_ms == expected.total_ms == 40.0
+    assert text(gm) == "mm s0 mm mm w0 mm"
+
+
 def test_a_schedule_is_told_only_of_what_matters_to_it() -> None:
     """Not of inputs, and of a cast that moves with its gather; but of the activation's use."""
     s = Sketch()
@@ -318,6 +346,15 @@ def test_a_schedule_sees_one_kernel_where_nothing_can_come_in_between() -> None:
     told = {nodes[place]: event for place, event in track.events if nodes[place] in costs}
     part, end = ComputeCost(1.0, 0), ComputeCost(1.0, 1)
     assert told == {h: end, neg: ComputeCost(2.0, 1), first: part, use: part, last: end}
+
+
+def test_moved_nodes_go_behind_others_that_need_nothing() -> None:
+    """Nothing but its place orders what has no inputs."""
+    b = GraphBuilder()
+    made = [b.call(aten.full, [2], float(number)) for number in range(4)]
+    gm = b.output(*made)
+    move_nodes(gm.graph, collect(gm.graph), [(made[0], 4), (made[2], 1)])
+    assert [node for node in gm.graph.nodes if node in made] == [made[i] for i in (2, 1, 3, 0)]
 
 
 # -- random graphs --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch.fx as fx
 import torch_patches
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import make_model
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.shards import shared_shard_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.forecast import forecast
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK
@@ -216,3 +217,21 @@ def test_a_pad_in_front_of_what_is_no_parameter_counts_nowhere() -> None:
         return found.peak_bytes, found.held_peak_bytes
 
     assert peaks(padded=True) == peaks(padded=False)
+
+
+@pytest.mark.parametrize("make", [cast_in_front, pad_in_front])
+def test_a_parameter_counts_as_an_even_share_up_to_the_input(make) -> None:
+    gm = make(1)
+    counted = shared_shard_bytes(collect(gm.graph))
+    shards = gm.graph.find_nodes(op="placeholder")[1:]
+    assert {counted[shard] for shard in shards} == {FULL * WIDTH * 4}
+
+
+def test_a_gradient_counts_as_a_share_where_it_is_scattered_and_whole_where_it_is_not() -> None:
+    b = Rank(1)
+    scattered = b.reduced(b.call(aten.mm, b.h, b.h))
+    reduced = b.reduce_and_wait(b.call(aten.mm, b.h, b.h), "sum", "g")
+    gm = b.output(scattered, reduced)
+    counted = shared_shard_bytes(collect(gm.graph))
+    assert counted[scattered] == FULL * WIDTH * 4
+    assert counted[reduced] == WIDTH * WIDTH * 4
