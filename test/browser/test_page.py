@@ -149,6 +149,19 @@ def test_wheel_buttons_and_keys_zoom(browser: Any, page: Path) -> None:
     assert after(browser, lambda: canvas.send_keys("0")) == whole
 
 
+def test_zooming_keeps_both_runs_in_view(browser: Any, page: Path) -> None:
+    open_page(browser, page)
+    shortest, longest = browser.execute_script(
+        "const t = timelines[0]; return [t.shortest, t.longest]"
+    )
+    assert shortest < 0.9 * longest
+    canvas = browser.find_element(By.CSS_SELECTOR, "canvas")
+    for _ in range(6):
+        begin, end = after(browser, lambda: canvas.send_keys("+"))
+        assert begin < shortest
+    assert (begin + end) / 2 < shortest
+
+
 def test_dragging_pans(browser: Any, page: Path) -> None:
     open_page(browser, page)
     browser.execute_script("timelines[0].zoom(4)")

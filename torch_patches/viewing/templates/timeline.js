@@ -34,6 +34,7 @@ class Timeline {
     this.detail = sheet.querySelector(".detail");
     this.runs = data.runs.map((run) => new Run(run, data.names, data.groups, data.cap));
     this.longest = Math.max(...this.runs.map((run) => run.total), 1e-6);
+    this.shortest = Math.min(...this.runs.map((run) => run.total));
     this.canvases = this.runs.map((run, i) => {
       const canvas = document.createElement("canvas");
       canvas.tabIndex = 0;
@@ -65,7 +66,12 @@ class Timeline {
     this.request();
   }
 
-  zoom(factor, at = (this.from + this.to) / 2) {
+  // Of what both runs have in view: the middle of the longer one may be behind the other's end.
+  middle() {
+    return (this.from + (this.shortest > this.from ? Math.min(this.to, this.shortest) : this.to)) / 2;
+  }
+
+  zoom(factor, at = this.middle()) {
     this.show(at - (at - this.from) / factor, at + (this.to - at) / factor);
   }
 
