@@ -4,6 +4,8 @@ One rank has all rows of each shard; the other has fewer and pads them.  Which c
 of the pad, and what the optimizer keeps behind a reduction, has the local size.
 """
 
+import operator
+
 import pytest
 import torch
 import torch.fx as fx
@@ -235,3 +237,30 @@ def test_a_gradient_counts_as_a_share_where_it_is_scattered_and_whole_where_it_i
     counted = shared_shard_bytes(collect(gm.graph))
     assert counted[scattered] == FULL * WIDTH * 4
     assert counted[reduced] == WIDTH * WIDTH * 4
+
+
+def rearranged(of_parameter: bool) -> tuple[fx.Graph, list[fx.Node]]:
+    """A gathered tensor that is cut and joined along another dimension; the nodes that copy."""
+    b = Rank(FULL)
+    payload = b.shard()
+    if not of_parameter:
+        payload = b.call(aten.mm, payload, b.h)
+    pieces = b.call(aten.split.Tensor, b.gather_and_wait(payload, RANKS, "g"), FULL)
+    joined = b.call(aten.cat, [b.call(operator.getitem, pieces, i) for i in range(RANKS)], 1)
+    copied = b.call(aten.clone, b.call(aten.t, joined), memory_format=torch.contiguous_format)
+    gm = b.output(b.call(aten.mm, b.h, b.call(aten.view, copied, [WIDTH, WIDTH])))
+    return gm.graph, [joined, copied]
+
+
+@pytest.mark.parametrize("of_parameter", [False, True])
+def test_copies_of_activations_take_time_and_those_of_shards_do_not(of_parameter: bool) -> None:
+    graph, copies = rearranged(of_parameter)
+    expected = forecast(graph, collect(graph), make_model("H100"))
+    taken = [node in expected.costs and expected.costs[node].ms > 0 for node in copies]
+    assert taken == [not of_parameter] * 2
+
+
+def test_copies_of_activations_have_no_position() -> None:
+    graph, copies = rearranged(of_parameter=False)
+    positions = collect(graph).positions
+    assert [positions[node.next] - positions[node] for node in copies] == [0, 0]

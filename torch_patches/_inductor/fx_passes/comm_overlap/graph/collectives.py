@@ -36,6 +36,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     wrapped_node,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.positions import (
+    copies_of_activations,
     count_positions,
     idle_nodes,
 )
@@ -140,7 +141,7 @@ def collect(graph: fx.Graph) -> Skeleton:
         collectives=tuple(with_feeders(with_shared_sizes(collectives, feeders), feeders)),
         barriers=_with_positions(effects, positions),
         positions=positions,
-        idle=idle,
+        idle=idle - copies_of_activations(collectives, idle),
         order_dependencies=effects.order_dependencies,
         tagged=tagged,
     )

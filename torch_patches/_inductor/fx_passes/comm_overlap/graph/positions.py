@@ -24,11 +24,14 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     is_joint_copy,
     op_name,
     traits_of,
+    wait_source,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import TrafficFinder
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, Traffic
 
 _SPLITS = frozenset({"chunk", "split", "split_with_sizes", "split_with_sizes_copy"})
-_SHARD_LAYOUT = _SPLITS | {"cat", "clone", "constant_pad_nd", "narrow", "slice"}
+_COPIES = frozenset({"cat", "clone"})
+_SHARD_LAYOUT = _SPLITS | _COPIES | {"constant_pad_nd", "narrow", "slice"}
 
 
 def idle_nodes(
@@ -41,6 +44,22 @@ def idle_nodes(
     """
     around = _around_collectives(graph, communicating)
     return frozenset([n for n in graph.nodes if _is_idle(n, around, traffic)])
+
+
+def copies_of_activations(collectives: Iterable[Collective], idle: Set[fx.Node]) -> set[fx.Node]:
+    """Idle nodes that take their time on every rank: what rearranges an activation in front of or
+    behind a collective.  Linear.
+
+    Ranks whose parts of an activation differ in size have other kernels besides; it is shards of
+    parameters that differ where nothing else does.
+    """
+    activations: list[fx.Node] = []
+    shards: list[fx.Node] = []
+    for c in collectives:
+        (activations if c.traffic is Traffic.OTHER else shards).extend((c.start, *c.waits))
+    near = _behind(activations) | _in_front(activations)
+    copies = {n for n in near if n in idle and traits_of(n.target).name in _COPIES}
+    return copies - _behind(shards) - _in_front(shards) if copies else copies
 
 
 def _is_idle(node: fx.Node, around: Set[fx.Node], traffic: TrafficFinder) -> bool:
@@ -64,20 +83,30 @@ def _around_collectives(graph: fx.Graph, communicating: Iterable[fx.Node]) -> se
     """Rearrangements, views and casts that lead from a collective or to one with nothing else in
     between; linear."""
     collectives = [n for n in communicating if traits_of(n.target).communicates]
-    behind: set[fx.Node] = set()
-    pending = list(collectives)
-    while pending:
-        passing = [n for n in pending.pop().users if n not in behind and _passes(n)]
-        behind.update(passing)
-        pending.extend(passing)
     # A partitioner leaves what led to a collective of the other graph behind: without users.
-    in_front = {n for n in graph.nodes if not n.users and _passes(n)}
-    pending = [*collectives, *in_front]
+    unused = {n for n in graph.nodes if not n.users and _passes(n)}
+    return _behind(collectives) | _in_front([*collectives, *unused]) | unused
+
+
+def _behind(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    pending = list(nodes)
     while pending:
-        passing = [n for n in inputs_of(pending.pop()) if n not in in_front and _passes(n)]
-        in_front.update(passing)
+        users = pending.pop().users
+        passing = [n for n in users if n not in found and (_passes(n) or wait_source(n))]
+        found.update(passing)
         pending.extend(passing)
-    return behind | in_front
+    return found
+
+
+def _in_front(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        passing = [n for n in inputs_of(pending.pop()) if n not in found and _passes(n)]
+        found.update(passing)
+        pending.extend(passing)
+    return found
 
 
 def _passes(node: fx.Node) -> bool:
