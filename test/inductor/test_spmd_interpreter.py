@@ -352,3 +352,20 @@ def test_random_inputs_follow_the_fake_values() -> None:
     assert not torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and a[1] is not b[1]
     again = random_inputs(gm, 2, seed=1, high=5)
     assert torch.equal(again[1][0], b[0]) and not torch.equal(again[1][1], b[1])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda call, x: call(aten.empty.memory_format, [3]),
+        lambda call, x: call(aten.empty_like, x),
+        lambda call, x: call(aten.new_empty_strided, x, [3], [1]),
+    ],
+)
+def test_uninitialised_memory_is_the_same_in_every_run(make: Build) -> None:
+    torch.use_deterministic_algorithms(True)  # then torch fills it with NaN
+    try:
+        gm = handmade(1, lambda call, x: call(aten.add.Tensor, x, make(call, x)))
+        assert run_spmd(gm, ranks_of(torch.ones(3)), {})[0].tolist() == [1.0, 1.0, 1.0]
+    finally:
+        torch.use_deterministic_algorithms(False)

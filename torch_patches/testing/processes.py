@@ -44,6 +44,8 @@ _PRELOADED_WITHOUT_TRITON = ("torch._inductor.compile_fx",)
 #: Descriptors of stdout and stderr.
 _OUTPUTS = (1, 2)
 _TICK_S = 0.5
+#: By which a group waits longer than the parent, which tells more when it ends the ranks.
+_GROUP_MARGIN_S = 60.0
 _STACKS_BEFORE_DEADLINE_S = 5.0
 
 
@@ -240,11 +242,11 @@ def _main(
         connection.send(("result", result))
     except Exception:
         connection.send(("error", traceback.format_exc()))
-    # Without a group's teardown, which waits for the other rank; nothing is left to lose.
-    connection.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    # A rank that is gone fails those that still connect to it, so the parent ends all together; no
+    # group is torn down, which would wait for the others.
+    threading.Event().wait()
 
 
 def _follow_parent() -> None:
@@ -266,5 +268,5 @@ def _join_group(place: _Place) -> None:
         store=dist.FileStore(place.store_path, place.world_size),
         rank=place.rank,
         world_size=place.world_size,
-        timeout=timedelta(seconds=place.timeout_s),
+        timeout=timedelta(seconds=place.timeout_s + _GROUP_MARGIN_S),
     )

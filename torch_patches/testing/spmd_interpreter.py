@@ -57,6 +57,10 @@ NAMESPACES = ("_c10d_functional", "c10d_functional")
 # Allowed on a tensor in flight, because no data moves: checked for reshape and slice.
 VIEWS = {aten.alias, aten.view, aten.detach, aten.reshape, aten.slice, operator.getitem}
 METADATA = {aten.sym_size, aten.sym_stride, aten.sym_numel, aten.sym_storage_offset}
+UNINITIALISED = {
+    aten.empty, aten.empty_like, aten.empty_permuted, aten.empty_strided,
+    aten.new_empty, aten.new_empty_strided,
+}  # fmt: skip
 # Higher-order operators run as part of the graph: position of the graph; operands follow at 2.
 SUBGRAPH_AT = {"control_deps": 1, "invoke_subgraph": 0}
 
@@ -267,6 +271,8 @@ class SpmdInterpreter:
         self._check_writes(written(target, args, kwargs), name)
         sent = [(t, t._version) for t in operands if self._table.sending(t)]
         result = function(*args, **kwargs)
+        if _packet(target) in UNINITIALISED:  # or two runs of one graph would differ
+            result.zero_()
         if not isinstance(target, torch._ops.OpOverload):  # no schema told what it writes
             self._check_writes([t for t, version in sent if t._version != version], name)
         if _packet(target) in VIEWS:
