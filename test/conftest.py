@@ -24,9 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_patches.testing.backends import as_on_gpu as judged_as_on_gpu
+from torch_patches.testing.captures import StoredCaptures
 
 torch.set_num_threads(1)
 
+STORED = StoredCaptures(Path(__file__).parent / "data")
 #: Files that take longest, the longest first: workers take them in this order (``make unit`` says
 #: --no-loadscope-reorder), so that what is left at the end is short.
 LONG_FILES = (
@@ -76,6 +78,13 @@ def warnings_reach_caplog() -> None:
     logger.propagate, logger.disabled = True, False
     if logger.level > logging.WARNING:
         logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stored_captures() -> Iterator[None]:
+    """Files of ``test/data`` are decoded once in a process; tests of the format override this."""
+    with STORED.reused():
+        yield
 
 
 @pytest.fixture(scope="module")

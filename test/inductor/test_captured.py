@@ -62,6 +62,11 @@ EXPECTED: dict[str, tuple[dict[str, int], dict[str, int]]] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def stored_captures() -> None:
+    """Each load decodes."""
+
+
 def count_collectives(module: fx.GraphModule) -> Counter[str]:
     return Counter(
         node.target._opname

@@ -19,6 +19,11 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 FILES = sorted(DATA.glob("*.json.gz"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def stored_captures() -> None:
+    """Each load decodes."""
+
+
 class Block(torch.nn.Module):
     class Inner(torch.nn.Module):
         pass

@@ -30,7 +30,8 @@ AUTO = Options("auto", custom_runtime_estimation=BALANCED, estimation_digest=BAL
 
 def communicating(name: str) -> dict[str, fx.GraphModule]:
     graphs = load_captured(DATA / f"{name}.json.gz").graphs
-    return {k: g for k, g in graphs.items() if k != "joint" and collect(g.graph).collectives}
+    phases = {name: graphs[name] for name in graphs if name != "joint"}
+    return {k: g for k, g in phases.items() if collect(g.graph).collectives}
 
 
 def peaks(gm: fx.GraphModule) -> list[int]:
