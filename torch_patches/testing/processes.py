@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -40,7 +41,8 @@ OnMessage = Callable[[int, str], None]
 #: Imported once for all ranks; nothing of ours.
 _PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor")
 #: Where there is Triton, an import of it starts processes and threads, which no fork should have.
-_PRELOADED_WITHOUT_TRITON = ("torch._inductor.compile_fx",)
+_PRELOADED_WITHOUT_TRITON = ("torch._inductor.compile_fx", "inductor_patterns")
+_PRELOAD_FOLDER = os.path.join(os.path.dirname(__file__), "preload")
 #: Descriptors of stdout and stderr.
 _OUTPUTS = (1, 2)
 _TICK_S = 0.5
@@ -188,6 +190,10 @@ def _context() -> Any:
     if importlib.util.find_spec("triton") is None:
         names += _PRELOADED_WITHOUT_TRITON
     context.set_forkserver_preload(names)  # of no effect where it runs already
+    # Python 3.11 does not tell the server the path of this process.
+    paths = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), _PRELOAD_FOLDER]
+    with _environment({"PYTHONPATH": os.pathsep.join(filter(None, paths))}):
+        forkserver.ensure_running()
     return context
 
 
