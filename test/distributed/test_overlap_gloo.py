@@ -14,6 +14,7 @@ which merging changes (``test_strategies_gloo.py``).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
@@ -21,7 +22,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ class Result:
     launches: dict[str, dict[str, int]]
     reports: list[dict[str, Any]]
     codes: list[str]
+    plans: list[tuple[Any, ...]]
     comparison: Comparison
 
 
@@ -108,30 +110,78 @@ def work(rank: int, say: Say, names: Sequence[str]) -> dict[str, Result]:
     from torch._inductor.graph import GraphLowering
 
     torch.set_num_threads(1)
-    runs, codes = {}, {}
+    runs, codes, plans = {}, {}, {}
     for name in names:
-        run, codes[name] = RUNS[name], []
+        run, codes[name], plans[name] = RUNS[name], list[str](), list[tuple[Any, ...]]()
         flags = {PREFIX + flag: value for flag, value in run.flags.items()}
-        with mock.patch.object(GraphLowering, "save_output_code", codes[name].append):
+        flags["cpp.simdlen"] = 1  # scalar code compiles faster
+        planned = _planned(plans[name]) if name == "uneven none" else contextlib.nullcontext()
+        with mock.patch.object(GraphLowering, "save_output_code", codes[name].append), planned:
             runs[name] = train(run.workload, run.backend, flags, say)
     return {
         name: Result(
-            run.launches, run.reports, codes[name], compare(run, runs[RUNS[name].reference])
+            run.launches,
+            run.reports,
+            codes[name],
+            plans[name],
+            compare(run, runs[RUNS[name].reference]),
         )
         for name, run in runs.items()
     }
 
 
-# -- Inductor -------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def _planned(plans: list[tuple[Any, ...]]) -> Iterator[None]:
+    """Each graph of a run is planned under several caps and estimates; the graph itself is run."""
+    import torch
+
+    import torch_patches
+    from torch_patches.testing import eager_backend
+
+    run_eagerly = eager_backend._run_eagerly
+
+    def plan(gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        for ratio, cap, custom in itertools.product(
+            (0.02, 0.2, 0.36), (None, 0.08), (None, balanced_estimate)
+        ):
+            report = torch_patches.optimize_graph(
+                copy.deepcopy(gm),
+                bucketing_mode="auto",
+                max_memory_increase_ratio=ratio,
+                bucket_cap_mb=cap,
+                custom_runtime_estimation=custom,
+            )
+            plans.append(
+                (ratio, cap, custom, report.way, report.schedule_hash, report.total_ms_after)
+            )
+        return run_eagerly(gm, inputs, **kwargs)
+
+    with mock.patch.object(eager_backend, "_run_eagerly", plan):
+        yield
 
 
 @pytest.fixture(scope="module")
-def inductor(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """An empty cache: where there is a hit, no pass runs and nothing is reported."""
-    names = [*BY_INDUCTOR, "uncompiled"]
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Results]:
+    """By the number of ranks.
+
+    An empty cache: where there is a hit, no pass runs and nothing is reported.
+    """
+    found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        return run_ranks(work, 2, timeout_s=TIMEOUT_S, arguments=(names,))
+        for ranks, names in SCHEDULED.items():
+            names = [*names, *BY_INDUCTOR] if ranks == 2 else names
+            both = dict.fromkeys([*(RUNS[name].reference for name in names), *names])
+            found[ranks] = run_ranks(work, ranks, timeout_s=TIMEOUT_S, arguments=([*both],))
+    return found
+
+
+@pytest.fixture(scope="module")
+def inductor(results: dict[int, Results]) -> Results:
+    return results[2]
+
+
+# -- Inductor -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", BY_INDUCTOR)
@@ -197,21 +247,11 @@ def test_generated_code_has_the_planned_overlap(inductor: Results, name: str) ->
 # -- graphs that run eagerly ----------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def eager() -> dict[int, Results]:
-    """By the number of ranks."""
-    results = {}
-    for ranks, scheduled in SCHEDULED.items():
-        names = list(dict.fromkeys([*(RUNS[name].reference for name in scheduled), *scheduled]))
-        results[ranks] = run_ranks(work, ranks, timeout_s=TIMEOUT_S, arguments=(names,))
-    return results
-
-
 @pytest.mark.parametrize(("ranks", "name"), BY_EAGER)
 def test_losses_and_gradients_are_those_without(
-    eager: dict[int, Results], ranks: int, name: str
+    results: dict[int, Results], ranks: int, name: str
 ) -> None:
-    for rank in eager[ranks]:
+    for rank in results[ranks]:
         comparison = rank[name].comparison
         assert comparison.tensors == 1 + PARAMETERS
         if (ranks, name) == (4, "ddp auto"):
@@ -221,17 +261,17 @@ def test_losses_and_gradients_are_those_without(
 
 
 @pytest.mark.parametrize(("ranks", "name"), BY_EAGER)
-def test_ranks_plan_the_same(eager: dict[int, Results], ranks: int, name: str) -> None:
-    first, *others = [_plans(rank[name]) for rank in eager[ranks]]
+def test_ranks_plan_the_same(results: dict[int, Results], ranks: int, name: str) -> None:
+    first, *others = [_plans(rank[name]) for rank in results[ranks]]
     assert first and all(plan["schedule_hash"] for plan in first)
     assert all(other == first for other in others)
 
 
 @pytest.mark.parametrize(("ranks", "name"), BY_EAGER)
 def test_there_are_fewer_launches_and_less_is_exposed(
-    eager: dict[int, Results], ranks: int, name: str
+    results: dict[int, Results], ranks: int, name: str
 ) -> None:
-    for rank in eager[ranks]:
+    for rank in results[ranks]:
         launched = [counts for counts in rank[name].launches.values() if counts]
         for report, counts in zip(rank[name].reports, launched, strict=True):
             before = report["collectives_before"]
@@ -244,9 +284,9 @@ def test_there_are_fewer_launches_and_less_is_exposed(
     ("ranks", "name"), [(ranks, name) for ranks, name in BY_EAGER if "GPU" not in name]
 )
 def test_collectives_are_hidden_by_matmuls(
-    eager: dict[int, Results], ranks: int, name: str
+    results: dict[int, Results], ranks: int, name: str
 ) -> None:
-    for report in eager[ranks][0][name].reports:
+    for report in results[ranks][0][name].reports:
         hidden = [span for span in report["spans"] if span["hidden_ms"] >= 0.9]
         assert len(hidden) >= 3
         assert all(any(c.startswith("mm") for c in span["hidden_by"]) for span in hidden)
@@ -270,40 +310,10 @@ def _plans(result: Result) -> list[dict[str, Any]]:
 # -- unequal shards -------------------------------------------------------------------------------
 
 
-def plan_uneven(rank: int, say: Say) -> list[tuple[Any, ...]]:
-    """Plans both graphs of the uneven model under several caps and estimates; runs none of them."""
-    import torch
-
-    import torch_patches
-    from torch_patches.testing import eager_backend
-
-    torch.set_num_threads(1)
-    plans: list[tuple[Any, ...]] = []
-    run_eagerly = eager_backend._run_eagerly
-
-    def plan(gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        for ratio, cap, custom in itertools.product(
-            (0.02, 0.2, 0.36), (None, 0.08), (None, balanced_estimate)
-        ):
-            report = torch_patches.optimize_graph(
-                copy.deepcopy(gm),
-                bucketing_mode="auto",
-                max_memory_increase_ratio=ratio,
-                bucket_cap_mb=cap,
-                custom_runtime_estimation=custom,
-            )
-            plans.append(
-                (ratio, cap, custom, report.way, report.schedule_hash, report.total_ms_after)
-            )
-        return run_eagerly(gm, inputs, **kwargs)
-
-    with mock.patch.object(eager_backend, "_run_eagerly", plan):
-        train(UNEVEN, "eager", {}, say)
-    return plans
-
-
-def test_ranks_with_unequal_shards_plan_the_same_under_any_cap() -> None:
-    first, second = run_ranks(plan_uneven, 2, timeout_s=TIMEOUT_S)
+def test_ranks_with_unequal_shards_plan_the_same_under_any_cap(
+    results: dict[int, Results],
+) -> None:
+    first, second = [rank["uneven none"].plans for rank in results[2]]
     assert len(first) == 24
     assert first == second
 
