@@ -4,7 +4,7 @@
 
     Llama of two blocks, every parameter sharded on 2 ranks; 3 SGD steps, then one under the profiler
       graphs run eagerly    "none" | "transformer_block" | "modules", bit for bit
-      aot_eager             torch's | ours in both modes | eager FSDP2, bit for bit
+      aot_eager             uncompiled | ours in both modes | eager FSDP2, bit for bit
       Inductor              uncompiled | "transformer_block", within 1e-5
 
 By a GPU's constants the kernels of so small a model are too short to hide anything, so some plans are
@@ -77,9 +77,8 @@ RUNS = {
     "blocks": Run("eager", BLOCKS, ("none",)),
     "modules": Run("eager", MODULES, ("none",)),
     "FSDP2": Run("uncompiled", {}, (), None, "fsdp2"),
-    "torch aot_eager": Run("aot_eager of torch", {}),
-    "aot_eager blocks": Run("aot_eager", {}, ("torch aot_eager", "FSDP2"), BLOCKS),
-    "aot_eager modules": Run("aot_eager", MODULES, ("torch aot_eager", "FSDP2")),
+    "aot_eager blocks": Run("aot_eager", {}, ("uncompiled", "FSDP2"), BLOCKS),
+    "aot_eager modules": Run("aot_eager", MODULES, ("uncompiled", "FSDP2")),
     "uncompiled": Run("uncompiled", {}),
     "Inductor blocks": Run("inductor", BLOCKS, ("uncompiled",)),
 }
@@ -130,24 +129,19 @@ def _train(run: Run, say: Say) -> TrainingRun:
     return train(workload, run.backend, flags, say, run.options)
 
 
-def _eager(ranks: int) -> Results:
-    references = [other for name in BY_EAGER for other in RUNS[name].references]
-    names = list(dict.fromkeys([*references, *BY_EAGER]))
-    return run_ranks(work, ranks, timeout_s=TIMEOUT_S, arguments=(names,))
+def _run(ranks: int, names: Sequence[str]) -> Results:
+    """Those of these names, and what they refer to."""
+    references = [other for name in names for other in RUNS[name].references]
+    both = list(dict.fromkeys([*references, *names]))
+    return run_ranks(work, ranks, timeout_s=TIMEOUT_S, arguments=(both,))
 
 
 @pytest.fixture(scope="module")
-def eager() -> Results:
-    return _eager(2)
-
-
-@pytest.fixture(scope="module")
-def inductor(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """An empty cache: where there is a hit, no pass runs and nothing is reported."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """All runs.  An empty cache: where there is a hit, no pass runs and nothing is reported."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        names = [*BY_INDUCTOR, "uncompiled"]
-        return run_ranks(work, 2, timeout_s=TIMEOUT_S, arguments=(names,))
+        return _run(2, [*BY_EAGER, *BY_INDUCTOR])
 
 
 # -- numbers --------------------------------------------------------------------------------------
@@ -161,14 +155,14 @@ def _comparisons(results: Results, name: str) -> list[Comparison]:
 
 
 @pytest.mark.parametrize("name", BY_EAGER)
-def test_losses_and_gradients_are_bitwise_equal(eager: Results, name: str) -> None:
+def test_losses_and_gradients_are_bitwise_equal(results: Results, name: str) -> None:
     """Also to those of eager FSDP2."""
-    assert all(c.bitwise_equal for c in _comparisons(eager, name)), _comparisons(eager, name)
+    assert all(c.bitwise_equal for c in _comparisons(results, name)), _comparisons(results, name)
 
 
 @pytest.mark.parametrize("name", BY_INDUCTOR)
-def test_inductor_agrees_with_the_uncompiled_model(inductor: Results, name: str) -> None:
-    found = _comparisons(inductor, name)
+def test_inductor_agrees_with_the_uncompiled_model(results: Results, name: str) -> None:
+    found = _comparisons(results, name)
     assert all(c.max_relative < 1e-5 for c in found), found
 
 
@@ -188,26 +182,26 @@ def _check_launches(results: Results, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BY_EAGER)
-def test_one_launch_for_each_module(eager: Results, name: str) -> None:
-    _check_launches(eager, name)
+def test_one_launch_for_each_module(results: Results, name: str) -> None:
+    _check_launches(results, name)
 
 
 @pytest.mark.parametrize("name", BY_INDUCTOR)
-def test_one_launch_for_each_module_under_inductor(inductor: Results, name: str) -> None:
-    _check_launches(inductor, name)
+def test_one_launch_for_each_module_under_inductor(results: Results, name: str) -> None:
+    _check_launches(results, name)
 
 
-def test_without_there_is_one_launch_for_each_parameter(eager: Results) -> None:
+def test_without_there_is_one_launch_for_each_parameter(results: Results) -> None:
     """So that the tests above count something."""
-    for rank in eager:
+    for rank in results:
         assert rank["none"].launches["forward"] == {"all_gather": PARAMETERS}
         backward = {"all_gather": PARAMETERS - 1, "reduce_scatter": PARAMETERS}
         assert rank["none"].launches["backward"] == backward
 
 
-def test_fsdp2_launches_what_ours_does(eager: Results) -> None:
+def test_fsdp2_launches_what_ours_does(results: Results) -> None:
     """One for each of its groups: embedding, two blocks, norm and head."""
-    for rank in eager:
+    for rank in results:
         assert rank["FSDP2"].launches["forward"]["all_gather"] == 4
         assert rank["FSDP2"].launches["backward"]["reduce_scatter"] == 4
 
@@ -215,11 +209,11 @@ def test_fsdp2_launches_what_ours_does(eager: Results) -> None:
 # -- plans ----------------------------------------------------------------------------------------
 
 
-def test_plans_are_those_asked_for_or_found(eager: Results) -> None:
+def test_plans_are_those_asked_for_or_found(results: Results) -> None:
     found = [["tok_embeddings"], "layers.*", ["norm", "output"]]
-    for report in eager[0]["blocks"].reports:
+    for report in results[0]["blocks"].reports:
         assert report["module_plan"] == found
-    for report in eager[0]["modules"].reports:
+    for report in results[0]["modules"].reports:
         assert report["module_plan"] == MODULES["module_bucket_plans"]
         labels = {bucket["label"] for bucket in report["buckets"]}
         assert "layers.1.ffn_norm+layers.1.feed_forward" in labels
@@ -239,24 +233,24 @@ def _hidden(results: Results, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["blocks", "modules", "aot_eager blocks", "aot_eager modules"])
-def test_the_others_are_hidden(eager: Results, name: str) -> None:
-    _hidden(eager, name)
+def test_the_others_are_hidden(results: Results, name: str) -> None:
+    _hidden(results, name)
 
 
 @pytest.mark.parametrize("name", BY_INDUCTOR)
-def test_the_others_are_hidden_under_inductor(inductor: Results, name: str) -> None:
-    _hidden(inductor, name)
-    assert all(report["control_dependencies"] > 0 for report in inductor[0][name].reports)
+def test_the_others_are_hidden_under_inductor(results: Results, name: str) -> None:
+    _hidden(results, name)
+    assert all(report["control_dependencies"] > 0 for report in results[0][name].reports)
 
 
 @pytest.mark.parametrize("name", BY_EAGER)
-def test_ranks_plan_the_same(eager: Results, name: str) -> None:
-    hashes = [[report["schedule_hash"] for report in rank[name].reports] for rank in eager]
+def test_ranks_plan_the_same(results: Results, name: str) -> None:
+    hashes = [[report["schedule_hash"] for report in rank[name].reports] for rank in results]
     assert all(hashes[0])
     assert hashes[0] == hashes[1]
 
 
 if __name__ == "__main__":
-    for number, results in enumerate(_eager(int(sys.argv[1]))):
+    for number, found in enumerate(_run(int(sys.argv[1]), BY_EAGER)):
         for case in BY_EAGER:
-            print(number, case, results[case].comparisons, results[case].launches)
+            print(number, case, found[case].comparisons, found[case].launches)
