@@ -161,12 +161,35 @@ def test_what_is_too_large_is_not_checked(
 
 # -- logs and repro files of a real compile --------------------------------------------------------
 
-PROGRAM = """
-import sys, torch, torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+#: Each run is a fork made before anything was compiled, so that torch is imported once.
+FORKS = """
+import glob, json, os, shutil, sys, torch, torch.distributed as dist
+from torch import nn
 from torch._inductor import config
-dist.init_process_group("fake", store=FakeStore(), rank=int(sys.argv[1]), world_size=2)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 import torch_patches
+from torch_patches.testing.parallelize import fully_shard_simple
+from torch_patches.testing.preload import inductor_patterns
+
+config.cpp.simdlen = 1  # scalar code compiles faster
+flags = config.aten_distributed_optimizations
+folder = os.environ["TORCH_TRACE"]
+for name, (program, arguments) in json.loads(sys.argv[1]).items():
+    child = os.fork()
+    if not child:
+        exec(program)
+        sys.exit()
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"{name} failed")
+    os.mkdir(f"{folder}/{name}")
+    for path in glob.glob(f"{folder}/*.log"):
+        shutil.move(path, f"{folder}/{name}")
+"""
+
+PROGRAM = """
+rank, flags.bucketing_mode, sizes = arguments
+dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
 c10d = torch.ops._c10d_functional
 def step(x, first, second):
     group = dist.group.WORLD.group_name
@@ -175,9 +198,8 @@ def step(x, first, second):
     z = y @ gathered[1]
     a, b = torch.split(z, 2)
     return [c10d.wait_tensor(c10d.reduce_scatter_tensor(t, "sum", 2, group)) for t in (y, z)], a @ gathered[0]
-config.aten_distributed_optimizations.bucketing_mode = sys.argv[2]
 x = torch.ones(4, 4)
-if sys.argv[3] == "dynamic":
+if sizes == "dynamic":
     torch._dynamo.mark_dynamic(x, 0)
 with torch.no_grad():
     torch.compile(step, fullgraph=True)(
@@ -185,29 +207,37 @@ with torch.no_grad():
 """
 
 
+TRAINING = """
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+flags.bucketing_mode, flags.enable_overlap_scheduling, flags.bucket_cap_mb = "topo_span", True, 0.0002
+layers = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(4)])
+model = fully_shard_simple(layers, init_device_mesh("cpu", (4,)))
+torch.compile(model)(torch.ones(4, 8)).sum().backward()
+"""
+
+
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Logs of compiles: rank 0 compiles, rank 1 has a cache hit, and some more."""
-    folder = tmp_path_factory.mktemp("traces")
+    """Folders with logs, of a process each: rank 0 compiles, rank 1 has a cache hit, and some more."""
     runs = {
-        "miss": ("0", "auto", "static"),
-        "hit": ("1", "auto", "static"),
-        "none": ("0", "none", "static"),
-        "dynamic": ("0", "auto", "dynamic"),
+        "miss": (PROGRAM, (0, "auto", "static")),
+        "hit": (PROGRAM, (1, "auto", "static")),
+        "none": (PROGRAM, (0, "none", "static")),
+        "dynamic": (PROGRAM, (0, "auto", "dynamic")),
+        "training miss": (TRAINING, None),
+        "training hit": (TRAINING, None),
     }
-    for name, arguments in runs.items():
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "TORCH_TRACE": str(folder / name),
-            "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
-        }
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM, *arguments],
-            env=environment,
-            check=True,
-            capture_output=True,
-        )
+    folder = tmp_path_factory.mktemp("traces")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "TORCH_TRACE": str(folder),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a thread would not be in a fork
+    }
+    command = [sys.executable, "-c", FORKS, json.dumps(runs)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
     return {name: folder / name for name in runs}
 
 
@@ -380,54 +410,30 @@ def test_compiles_can_be_chosen(
     assert "no compile '5/0'; there are 0/0" in capsys.readouterr().err
 
 
-TRAINING = """
-import sys, torch, torch.distributed as dist
-from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.distributed.device_mesh import init_device_mesh
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-import torch_patches
-from torch._inductor import config
-from torch_patches.testing.parallelize import fully_shard_simple
-flags = config.aten_distributed_optimizations
-flags.bucketing_mode, flags.enable_overlap_scheduling, flags.bucket_cap_mb = "topo_span", True, 0.0002
-layers = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(4)])
-model = fully_shard_simple(layers, init_device_mesh("cpu", (4,)))
-torch.compile(model)(torch.ones(4, 8)).sum().backward()
-"""
-
-
 def test_training_with_control_dependencies(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    traces: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Forward and backward of a compile and of a cache hit; collectives stand inside of
     control_deps."""
-    for name in ("miss", "hit"):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "TORCH_TRACE": str(tmp_path / name),
-            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-        }
-        subprocess.run([sys.executable, "-c", TRAINING], env=environment, check=True)
+    miss, hit = traces["training miss"], traces["training hit"]
     emitted = [
         json.loads(entry.payload)
-        for entry in read_trace(log_of(tmp_path / "miss")).entries
+        for entry in read_trace(log_of(miss)).entries
         if entry.kind == "comm_overlap_schedule"
     ]
-    assert "control_deps" in payload(tmp_path / "hit", "inductor_post_grad_graph")
-    assert run("diff", tmp_path / "miss", tmp_path / "hit", "--json") == 0
+    assert "control_deps" in payload(hit, "inductor_post_grad_graph")
+    assert run("diff", miss, hit, "--json") == 0
     graphs = json.loads(capsys.readouterr().out)["graphs"]
     hashes = [graphs[phase][side]["schedule_hash"] for side in "ab" for phase in ("fw", "bw")]
     assert hashes == [schedule["schedule_hash"] for schedule in emitted] * 2
-    found = replay(capsys, tmp_path / "hit", "--check", "--mode", "topo_span", "--as-on-gpu")
+    found = replay(capsys, hit, "--check", "--mode", "topo_span", "--as-on-gpu")
     for phase, launches in (
         ("fw", {"all_gather": 4}),
         ("bw", {"all_gather": 3, "reduce_scatter": 4}),
     ):
         assert found["graphs"][phase]["before"]["launches"] == launches
         assert found["graphs"][phase]["check"]["verdict"] in ("equal", "close")
-    assert "joint" in load_any(tmp_path / "hit").captured.graphs
+    assert "joint" in load_any(hit).captured.graphs
 
 
 # -- hostile files --------------------------------------------------------------------------------
