@@ -12,6 +12,7 @@ needs to exist: groups are names.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,81 +57,101 @@ def evaluate(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     return modern(*(given[a.name] for a in modern._schema.arguments))
 
 
-class _Unknown(Exception):
-    """Nothing is remembered of such a call."""
+@dataclass(frozen=True)
+class _Layout:
+    """All of a fake value that an operator's result can depend on; strides and offset in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage_offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def made(self, mode: FakeTensorMode) -> FakeTensor:
+        """A new value, in memory of its own."""
+        needed = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)) + 1
+        size = self.storage_offset + (0 if 0 in self.shape else needed)
+        base = torch.empty(size, dtype=self.dtype, device="meta")
+        value = base.as_strided(self.shape, self.stride, self.storage_offset)
+        return FakeTensor(mode, value, self.device)
 
 
-def _described(value: Any) -> Any:
-    """All that an operator's result can depend on, apart from data, which fake values have none of."""
+@dataclass(frozen=True)
+class _Argument:
+    """A list, tuple or number by its type too: 1, 1.0 and True are equal, results differ."""
+
+    type: type
+    value: Any
+
+    def made(self, mode: FakeTensorMode) -> Any:
+        if issubclass(self.type, (list, tuple)):
+            return self.type(each.made(mode) for each in self.value)
+        return self.value
+
+
+class _Undescribed(Exception):
+    """A call with this argument is evaluated each time."""
+
+
+def _described(value: Any) -> _Layout | _Argument:
     if type(value) is FakeTensor:
         layout = (*value.shape, *value.stride(), value.storage_offset())
         if value.requires_grad or any(type(each) is not int for each in layout):
-            raise _Unknown
-        return value.dim(), layout, value.dtype, value.device
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_described, value))
+            raise _Undescribed
+        return _Layout(tuple(value.shape), value.stride(), layout[-1], value.dtype, value.device)
+    if type(value) in (list, tuple):
+        return _Argument(type(value), tuple(map(_described, value)))
     if value is not None and not isinstance(value, (bool, int, float, str, torch.dtype)):
-        raise _Unknown
-    return type(value), value
+        raise _Undescribed
+    return _Argument(type(value), value)
 
 
-class _Results:
-    """What operators returned, by what they were given; only results in memory of their own.
+@functools.lru_cache(maxsize=4096)
+def _result_of(
+    target: Any, args: _Layout | _Argument, kwargs: _Layout | _Argument
+) -> _Layout | None:
+    """What an operator returns, if that is one tensor in memory of its own, which a new value can
+    stand for.
 
-    To evaluate an operator takes 1 ms, most of it dispatch, and generated graphs have few kinds.
+    Evaluated in a mode of its own, from descriptions: nothing of a builder is kept or matters.
     """
+    mode = FakeTensorMode()
+    given: Any = args.made(mode)
+    named = dict(kwargs.made(mode))
+    with mode:
+        result = evaluate(target, given, named)
+    if type(result) is not FakeTensor:
+        return None
+    storage = result.untyped_storage()
+    tensors = [t for t in tree_leaves((given, named)) if isinstance(t, torch.Tensor)]
+    if any(storage._cdata == t.untyped_storage()._cdata for t in tensors):
+        return None
+    try:
+        layout = _described(result)
+    except _Undescribed:
+        return None
+    assert isinstance(layout, _Layout)
+    same = layout.made(mode).untyped_storage().nbytes() == storage.nbytes()
+    return layout if same and not layout.storage_offset else None
 
-    def __init__(self) -> None:
-        self._layouts: dict[Any, tuple[Any, ...]] = {}
 
-    def get(self, mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> Any:
-        """The result, as :func:`evaluate` has it."""
-        if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
-            return self._evaluated(mode, target, args, kwargs)
+def _evaluated(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> Any:
+    """The result in a builder's mode, as :func:`evaluate` has it.
+
+    To evaluate an operator takes 1 ms, most of it dispatch, and generated graphs have few kinds.  A
+    mode with a shape environment may give symbolic sizes, so there nothing is taken from elsewhere.
+    """
+    remembered = isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
+    if remembered and mode.shape_env is None:
         try:
-            key = target, _described(args), _described(tuple(kwargs.items()))
-        except _Unknown:
-            return self._evaluated(mode, target, args, kwargs)
-        if key in self._layouts:
-            return self._made(mode, *self._layouts[key])
-        result = self._evaluated(mode, target, args, kwargs)
-        if self._is_plain(result, args, kwargs):
-            self._layouts[key] = result.shape, result.stride(), result.dtype, result.device
-        return result
-
-    @staticmethod
-    def _evaluated(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> Any:
-        with mode:
-            return evaluate(target, args, kwargs)
-
-    @staticmethod
-    def _made(
-        mode: FakeTensorMode,
-        shape: Sequence[int],
-        stride: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> FakeTensor:
-        return FakeTensor(
-            mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device
-        )
-
-    def _is_plain(self, result: Any, args: Any, kwargs: Any) -> bool:
-        """Whether it is one tensor that a new one of its layout can stand for."""
-        if type(result) is not FakeTensor or result.requires_grad or result.storage_offset():
-            return False
-        if any(type(each) is not int for each in (*result.shape, *result.stride())):
-            return False
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        storage = result.untyped_storage()
-        if any(storage._cdata == t.untyped_storage()._cdata for t in given):
-            return False
-        layout = result.shape, result.stride(), result.dtype, result.device
-        again = self._made(result.fake_mode, *layout)
-        return again.untyped_storage().nbytes() == storage.nbytes()
-
-
-_RESULTS = _Results()
+            described = _described(tuple(args)), _described(tuple(kwargs.items()))
+        except _Undescribed:
+            pass
+        else:
+            if layout := _result_of(target, *described):
+                return layout.made(mode)
+    with mode:
+        return evaluate(target, args, kwargs)
 
 
 class GraphBuilder:
@@ -191,7 +212,7 @@ class GraphBuilder:
         target = op.default if isinstance(op, torch._ops.OpOverloadPacket) else op
         node = self.graph.call_function(target, args, kwargs)
         values, named = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        node.meta["val"] = _RESULTS.get(self.fake_mode, target, values, named)
+        node.meta["val"] = _evaluated(self.fake_mode, target, values, named)
         return node
 
     def getitem(self, node: fx.Node, index: int) -> fx.Node:
