@@ -296,6 +296,21 @@ def test_it_sets_out_from_sizes_that_suit_a_wider_dtype_too() -> None:
     assert names[1:4] == ["100 MB", "400 MB", "all_gather 400 MB, reduce_scatter 800 MB"]
 
 
+@pytest.mark.parametrize("member_us", [0.0, 4000.0])
+def test_a_large_graph_of_one_group_is_done_with_the_dynamic_program(
+    member_us: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If that is better than the default, and the host does not limit, which copying would help."""
+    monkeypatch.setattr(cap_search, "is_small", lambda track: False)
+    model = replace(model_of(4.0, 1.0, 0.02), host=HostCosts(10.0, 10.0, member_us, 1.0))
+    first, second, *more = CapSearch(track_of(backward(48), model), AUTO, FREE).ways()
+    assert second.name == "1600 MB by the dynamic program"
+    if member_us:
+        assert any("copied" in way.name for way in more)
+    else:
+        assert badness(second, FREE) < badness(first, FREE) and not more
+
+
 def test_equal_plans_are_scheduled_once() -> None:
     """Two small gathers: any size takes both."""
     track = track_of(backward(1), model_of(4.0, 1.0, 0.02))

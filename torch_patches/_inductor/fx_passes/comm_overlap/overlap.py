@@ -41,7 +41,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_p
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import (
-    is_small,
     memory_limits,
     merge_nothing,
 )
@@ -57,7 +56,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import 
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track, read_track
-from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import Way, reschedule
+from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import Way, is_small, reschedule
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     Bucket,
     Collective,

@@ -37,6 +37,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
 from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import (
     Way,
     badness,
+    is_small,
     schedule_way,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
@@ -48,8 +49,6 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
 
 GIB = 1 << 30
 
-#: Kernels of a graph on which work is spent that would be too much on a large one.
-SMALL_KERNELS = 512
 #: Least and most MB that "auto" may put in a bucket, besides the default.
 CAPS_MB = (SMALLEST_MB, LARGEST_MB)
 
@@ -102,12 +101,6 @@ def try_ways(track: Track, options: Options, limits: Limits) -> list[Way]:
         plan = merge_after_schedule(graph, track, alone.schedule, wide, limits)
         ways.append(schedule_way("after schedule", plan, track, limits))
     return sorted(ways, key=lambda way: badness(way, limits))
-
-
-def is_small(track: Track) -> bool:
-    """A second application costs little there, and so do ways that are worth less elsewhere: known
-    by kernels, of which all ranks have as many."""
-    return track.slots <= SMALL_KERNELS
 
 
 def merge_nothing(skeleton: Skeleton, options: Options) -> Plan:

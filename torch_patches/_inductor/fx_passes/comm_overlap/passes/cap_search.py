@@ -1,5 +1,6 @@
 """Finds the sizes of buckets for "auto": a walk from the best of a few, while it gets better.
 
+    default -> the dynamic program: better?  A large graph of one group is done then.
     default, 100 MB, 400 MB, ... -> the best -> copied, where the host is what limits?
                                                 twice as large? half?
                                                 only gathers? only reductions? only one key?
@@ -49,6 +50,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import (
     Way,
     badness,
     excess_bytes,
+    is_small,
     reschedule,
     schedule_way,
     total_ms,
@@ -120,6 +122,8 @@ class CapSearch:
 
     def _walk(self) -> None:
         seeds = self._seeds()[: self._options.max_schedules]
+        if self._is_one_group and not is_small(self._track) and self._settles_at_once(seeds[0]):
+            return
         best = min(seeds, key=self._badness)
         self._dynamic = DynamicSizes(self._track, self._options, self._limits, self._try(best))
         best = self._better(min(seeds, key=self._total_ms), best) or best
@@ -133,6 +137,16 @@ class CapSearch:
                     best, further, walking = better, self._further(move, better), True
                 if self._is_settled(best):
                     return
+
+    def _settles_at_once(self, seed: Sizes) -> bool:
+        """The dynamic program does better by what the first seed has shown.  By what another one
+        shows it seldom does much better still, so a large graph does without them."""
+        self._dynamic = DynamicSizes(self._track, self._options, self._limits, self._try(seed))
+        found = self._further(Move(cuts=True, widens=True), seed)
+        better = None if found is None else self._better(found, seed)
+        if better is None or self._is_host_bound(better):
+            return False
+        return self._is_settled(better)
 
     def _is_settled(self, sizes: Sizes) -> bool:
         """The dynamic program has chosen from all sizes, and memory allows it."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
-from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import is_small, try_ways
+from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import try_ways
 from torch_patches._inductor.fx_passes.comm_overlap.passes.cap_search import CapSearch
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_labels import ModuleLabels
 from torch_patches._inductor.fx_passes.comm_overlap.passes.module_ways import (
@@ -34,6 +34,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import (
     Way,
     badness,
     excess_bytes,
+    is_small,
     reschedule,
     total_ms,
 )

@@ -16,6 +16,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.track import Track
 from torch_patches._inductor.fx_passes.comm_overlap.passes.units import Unit, make_units
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Plan
 
+#: Kernels of a graph on which work is spent that would be too much on a large one.
+SMALL_KERNELS = 512
 #: Chooses places for the launches of a graph.
 ChooseTiming = Callable[[Sequence[Unit]], Timing]
 
@@ -58,6 +60,12 @@ def reschedule(track: Track, way: Way, limits: Limits) -> Way:
     """The way with a schedule for the buckets that its plan has now."""
     found = schedule_way(way.name, way.plan, track, limits, way.choose_timing)
     return replace(found, sizes=way.sizes)
+
+
+def is_small(track: Track) -> bool:
+    """A second application costs little there, and so do ways that are worth less elsewhere: known
+    by kernels, of which all ranks have as many."""
+    return track.slots <= SMALL_KERNELS
 
 
 def excess_bytes(way: Way, limits: Limits) -> int:
