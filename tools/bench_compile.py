@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.fx as fx
 
-import torch_patches
+import torch_patches.optimize  # else its import would be timed
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
 from torch_patches.captured import load_captured
 from torch_patches.testing import torch_scheduler
