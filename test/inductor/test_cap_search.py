@@ -54,10 +54,14 @@ FREE = Limits(1 << 50, prefetch_kernels=None)
 ROWS, WIDTH = 2560, 2560
 
 
-def backward(layers: int, scatter_group: str = "g") -> torch.fx.GraphModule:
+def backward(
+    layers: int, scatter_group: str = "g", activation_group: str | None = None
+) -> torch.fx.GraphModule:
     """gather -> mm -> scatter of each layer; the result's gradient is as large as the weight."""
     b = GraphBuilder()
     h = b.placeholder(ROWS, WIDTH)
+    if activation_group is not None:
+        h = b.reduce_and_wait(b.call(aten.mm, h, h), "sum", activation_group)
     reduced = []
     for _ in range(layers):
         h = b.call(aten.mm, h, b.gather_and_wait(b.placeholder(ROWS // 2, WIDTH), 2, "g"))
@@ -309,6 +313,16 @@ def test_a_large_graph_of_one_group_is_done_with_the_dynamic_program(
         assert any("copied" in way.name for way in more)
     else:
         assert badness(second, FREE) < badness(first, FREE) and not more
+
+
+def test_a_large_graph_with_activations_on_another_group_is_searched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tensor parallelism's collectives are none that the program sizes, and stand in its way."""
+    monkeypatch.setattr(cap_search, "is_small", lambda track: False)
+    model = model_of(4.0, 1.0, 0.02)
+    track = track_of(backward(48, activation_group="tp"), model)
+    assert len(CapSearch(track, AUTO, FREE).ways()) > 2
 
 
 def test_equal_plans_are_scheduled_once() -> None:

@@ -122,7 +122,7 @@ class CapSearch:
 
     def _walk(self) -> None:
         seeds = self._seeds()[: self._options.max_schedules]
-        if self._is_one_group and not is_small(self._track) and self._settles_at_once(seeds[0]):
+        if not is_small(self._track) and self._settles_at_once(seeds[0]):
             return
         best = min(seeds, key=self._badness)
         self._dynamic = DynamicSizes(self._track, self._options, self._limits, self._try(best))
@@ -139,8 +139,10 @@ class CapSearch:
                     return
 
     def _settles_at_once(self, seed: Sizes) -> bool:
-        """The dynamic program does better by what the first seed has shown.  By what another one
-        shows it seldom does much better still, so a large graph does without them."""
+        """All traffic is of one group, which the dynamic program knows best, and it does better by
+        what the first seed has shown.  By what another one shows it seldom does better still."""
+        if len({collective.group for collective in self._track.skeleton.collectives}) > 1:
+            return False
         self._dynamic = DynamicSizes(self._track, self._options, self._limits, self._try(seed))
         found = self._further(Move(cuts=True, widens=True), seed)
         better = None if found is None else self._better(found, seed)
