@@ -13,9 +13,11 @@ import torch
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "test_matrix.py"
 
 TESTS = """
+import os
+
 import pytest
 
-def test_passes(): pass
+def test_passes(): assert os.environ["TORCH_PATCHES_ALLOW_UNTESTED_TORCH"] == "1"
 
 @pytest.mark.skip(reason="to be counted")
 def test_is_skipped(): pass
@@ -43,6 +45,7 @@ def test_a_run_is_counted_and_its_row_replaces_the_last(tool: ModuleType, tmp_pa
     out = tmp_path / "versions.md"
     other = tool.Row("2.0", "2.0.1", "3.9", 7, 0, 0, 1, "")
     tool.record(out, other)
+    out.write_text(out.read_text() + "\nwhat failed\n")
     tests = tmp_path / "test_few.py"
     # `FAILS` is no number: both parameters fail, then one of them
     for value, failed, passed in (("None", 2, 1), ("1", 1, 2)):
@@ -50,7 +53,8 @@ def test_a_run_is_counted_and_its_row_replaces_the_last(tool: ModuleType, tmp_pa
         arguments = ["--versions", "own", "--env", f"own={sys.executable}", "--out", str(out)]
         code = tool.main([*arguments, "--pytest-args", str(tests), "-p", "no:cacheprovider"])
         assert code == 1
-        first, second = out.read_text().splitlines()[-2:]
+        first, second, *notes = out.read_text().splitlines()[-4:]
+        assert notes == ["", "what failed"]
         assert cells(first)[:6] == ["2.0", "2.0.1", "3.9", "7", "0", "0"]
         found = cells(second)
         assert found[:2] == ["own", torch.__version__]
