@@ -453,6 +453,7 @@ class GathersTwo(nn.Module):
 
 def test_an_untested_torch_raises(mesh, monkeypatch):
     monkeypatch.setattr(_compat, "torch_release", lambda version=None: (2, 99))
+    monkeypatch.delenv(_compat.ALLOW_UNTESTED_VARIABLE, raising=False)
     with pytest.raises(backend.UnsupportedTorchError, match=_compat.ALLOW_UNTESTED_VARIABLE):
         aot_eager_comm_overlap(torch.fx.symbolic_trace(nn.Identity()), [x()])
     monkeypatch.setenv(_compat.ALLOW_UNTESTED_VARIABLE, "1")

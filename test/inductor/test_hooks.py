@@ -449,7 +449,8 @@ def test_untested_torch_is_left_alone_with_one_warning(
         ("3.0.0", False),
     ],
 )
-def test_supported_releases(version: str, supported: bool) -> None:
+def test_supported_releases(version: str, supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(_compat.ALLOW_UNTESTED_VARIABLE, raising=False)
     assert _compat.is_supported_torch(version) is supported
 
 
