@@ -34,6 +34,7 @@ STORED = StoredCaptures(Path(__file__).parent / "data")
 LONG_FILES = (
     "test_overlap_gloo.py",
     "test_upstream_commits.py",
+    "test_fuzz.py",
     "test_cli_replay.py",
     "test_examples.py",
     "test_strategies_gloo.py",
@@ -41,7 +42,6 @@ LONG_FILES = (
     "test_hooks_compile.py",
     "test_docs_pages.py",
     "test_tag_survival.py",
-    "test_fuzz.py",
     "test_module_cache.py",
     "test_uneven_shards.py",
     "test_captured_bucketing.py",

@@ -42,26 +42,26 @@ def examples() -> Examples:
 
 
 def test_a_fixed_seed(examples: Examples, tmp_path: Path) -> None:
-    """The same 60 examples everywhere: half a minute on a slow core."""
+    """The same 300 examples everywhere: two minutes on a slow core."""
     campaign = _tool().Campaign(0, LANES, examples, tmp_path)
-    for number in range(60):
+    for number in range(300):
         campaign.run(number)
     tally = campaign.tally
     assert not tally.failures, tally
     assert {"graphs", "captures"} <= set(tally.examples)
-    assert tally.with_buckets >= 2
-    assert tally.no_programs <= 18
+    assert tally.with_buckets >= 20
+    assert tally.no_programs <= 60
     assert tally.refused_flags + tally.refused_estimations >= 1
 
 
 def test_a_fresh_seed(examples: Examples, tmp_path: Path, capsys: Any) -> None:
-    """Half a minute of new examples; the seed is printed, and runs again with tools/fuzz.py --seed."""
+    """A minute of new examples; the seed is printed, and runs again with tools/fuzz.py --seed."""
     seed = random.SystemRandom().randrange(10**9)
     with capsys.disabled():
         print(f"\nfuzz: python tools/fuzz.py --seed {seed} --captures (those of {__file__})")
     campaign = _tool().Campaign(seed, LANES, examples, tmp_path)
     start, number = time.monotonic(), 0
-    while time.monotonic() - start < 30:
+    while time.monotonic() - start < 60:
         campaign.run(number)
         number += 1
     assert not campaign.tally.failures, f"seed {seed}: {campaign.tally}"
