@@ -139,6 +139,14 @@ def coalesced(x, w, v, p):
     return small, waits[0] @ v, waits[1] @ v
 
 
+def awaited_together(x, w, v, p):
+    large = x @ w
+    starts = c10d.all_gather_into_tensor_coalesced([p, x], dist.get_world_size(), group())
+    small = large @ v
+    waits = c10d.wait_tensors(starts)
+    return small, waits[0] @ v, waits[1] @ v
+
+
 def scattered(x, w, v, p):
     large = x @ w
     payload = p @ w
@@ -160,6 +168,15 @@ PLANNED = {
     ],
     scattered: ["mm", "mm", "reduce_scatter_tensor", "mm", "wait_tensor"],
 }
+if hasattr(c10d, "wait_tensors"):  # from torch 2.15 on
+    PLANNED[awaited_together] = [
+        "mm",
+        "all_gather_into_tensor_coalesced",
+        "mm",
+        "wait_tensors",
+        "mm",
+        "mm",
+    ]
 
 
 @pytest.mark.parametrize("peak", [False, True])

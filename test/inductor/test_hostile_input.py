@@ -21,7 +21,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import col
 from torch_patches._inductor.fx_passes.comm_overlap.notices import STRICT_VARIABLE
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.topo_span import BucketCapError
-from torch_patches._inductor.fx_passes.comm_overlap.plan import BarrierKind
+from torch_patches._inductor.fx_passes.comm_overlap.plan import BarrierKind, RefusalReason
 from torch_patches.testing import effect_ops
 from torch_patches.testing.graph_builder import GraphBuilder
 from torch_patches.testing.invariants import find_violation
@@ -42,6 +42,32 @@ def gathers() -> fx.GraphModule:
     for shard in [b.placeholder(4, 8) for _ in range(4)]:
         x = b.call(aten.mm, x, b.gather_and_wait(shard, 2, "g"))
     return b.output(x)
+
+
+# ---------------------------------------------------------------- reductions
+
+
+@pytest.mark.parametrize("mode", ["topo_span", "auto"])
+def test_reductions_by_an_object_are_not_merged_and_not_named_after_it(mode: str) -> None:
+    """From torch 2.15 on the op may be a ReduceOp, which in a graph is an input without a tensor.  It
+    may hold a factor, and the input's name need not be that of the other ranks."""
+    hashes = []
+    for name in ("op", "factor"):
+        b = GraphBuilder()
+        starts = [b.all_reduce(b.placeholder(8, 8), "sum", "g") for _ in range(3)]
+        by = b.opaque_placeholder(name)
+        gm = b.output(*map(b.wait, starts))
+        for start in starts[:2]:
+            start.args = (start.args[0], by, "g")
+        skeleton = collect(gm.graph)
+        assert [c.key is None for c in skeleton.collectives] == [True, True, False]
+        refusals = [c.refusal for c in skeleton.collectives]
+        assert refusals == [RefusalReason.KIND_NOT_MERGEABLE] * 2 + [None]
+        report = torch_patches.optimize_graph(gm, bucketing_mode=mode, overlap=True)
+        assert report.failure is None
+        assert report.collectives_after == {"all_reduce": 3}
+        hashes.append(report.schedule_hash)
+    assert hashes[0] == hashes[1]
 
 
 # ---------------------------------------------------------------- flags

@@ -160,8 +160,9 @@ class _Run:
                 if not self.conditions.real_groups:
                     _hold_sent(node, environment, sent, self.conditions.eager)
             yield False
-            if op_name(node.target) == "wait_tensor":
-                sent.pop(_address(environment[node]), None)
+            if op_name(node.target) in ("wait_tensor", "wait_tensors"):
+                for address in [_address(t) for t in tensors_of(environment[node])]:
+                    sent.pop(address, None)
             if node.op == "output":
                 for name in [n for n in environment if n is not node]:
                     del environment[name]

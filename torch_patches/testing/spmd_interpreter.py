@@ -235,7 +235,7 @@ class SpmdInterpreter:
         if isinstance(target, torch._ops.OpOverload) and target.namespace in NAMESPACES:
             op = target._schema.name.split("::")[1]
             bound = [bind(target, a, k) for a, k in zip(args, kwargs, strict=True)]
-            if op == "wait_tensor":
+            if op in ("wait_tensor", "wait_tensors"):
                 return [self._wait(b["payload"]) for b in bound]
             return self._start(target, op, bound, name)
         results = []
@@ -294,8 +294,10 @@ class SpmdInterpreter:
         if copied or sliced:
             self._check_arrived(operands, name)
 
-    def _wait(self, value: Tensor) -> Tensor:
-        self._table.land(self._table.arriving(value))
+    def _wait(self, value: Any) -> Any:
+        """Of a tensor, or of a list of them."""
+        for tensor in tensors_in(value):
+            self._table.land(self._table.arriving(tensor))
         return value
 
     def _start(

@@ -29,7 +29,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     inputs_of,
     tensors_of,
     traits_of,
-    wait_source,
+    wait_sources,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import (
     decision_bytes,
@@ -92,15 +92,22 @@ class Storages:
         traits = traits_of(node.target)
         # A collective, a wait, or something that may wrap one.
         may_communicate = traits.communicates or traits.is_control_deps
-        source = wait_source(node) if may_communicate else None
-        if source is not None:
-            for storage in everything[source]:
-                self._land(storage, place)
-            everything[node] = everything[source]
+        sources = wait_sources(node) if may_communicate else ()
+        if sources:
+            self._wait(node, sources, place)
             return
         self._find_results(node, place, traits)
         if may_communicate and collective_kind(node) is not None:
             self._launch(node)
+
+    def _wait(self, node: fx.Node, sources: Sequence[fx.Node], place: int) -> None:
+        """Hands on what it waits for: a tensor, or the list of several."""
+        items = tuple([self._everything[source] for source in sources])
+        self._everything[node] = tuple([storage for item in items for storage in item])
+        if isinstance(node.meta.get("val"), (list, tuple)):
+            self._items[node] = items
+        for storage in self._everything[node]:
+            self._land(storage, place)
 
     def _all(self, node: fx.Node) -> _Indices:
         return self._everything[node]

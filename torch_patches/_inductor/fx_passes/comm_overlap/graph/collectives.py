@@ -270,7 +270,7 @@ def _read(
         segment=places.segment(start),
         wait_segment=min(map(places.segment, waits), default=None),
         traffic=carried.traffic(start, traits.kind, waits),
-        refusal=_refusal(start, traits, waits, inputs, outputs, wrapped=inner is not None),
+        refusal=_refusal(start, traits, waits, inputs, outputs, key, wrapped=inner is not None),
         parameter_index=carried.parameter_index(start, traits.kind, waits),
         considered=start.meta.get(CONSIDERED_MARK),
         has_symbolic_size=any(has_symbols(t) for t in (*inputs, *outputs)),
@@ -312,16 +312,16 @@ def _bucket_key(
     group: str,
     ranks: tuple[int, ...] | None,
 ) -> BucketKey | None:
-    if not inputs:
-        return None
     size = arguments.get("group_size")
-    reduce_op = arguments.get("reduce_op", arguments.get("reduceOp"))
+    reduce_op = arguments.get("reduce_op", arguments.get("reduceOp", ""))
+    if not inputs or not isinstance(reduce_op, str):  # a ReduceOp, which has no text
+        return None
     return BucketKey(
         kind=traits.kind,
         group=group,
         group_size=size if isinstance(size, int) else (len(ranks) if ranks else None),
         dtype=inputs[0].dtype,
-        reduce_op=None if reduce_op is None else str(reduce_op).lower(),
+        reduce_op=reduce_op.lower() or None,
         device_type=inputs[0].device.type,
     )
 
@@ -332,11 +332,12 @@ def _refusal(
     waits: tuple[fx.Node, ...],
     inputs: list[torch.Tensor],
     outputs: list[torch.Tensor],
+    key: BucketKey | None,
     *,
     wrapped: bool,
 ) -> RefusalReason | None:
     """Why this collective can never be a member of a bucket, or None."""
-    if traits.kind not in MERGEABLE_KINDS:
+    if traits.kind not in MERGEABLE_KINDS or (inputs and key is None):
         return RefusalReason.KIND_NOT_MERGEABLE
     if BUCKET_MARK in start.meta:
         return RefusalReason.ALREADY_BUCKETED

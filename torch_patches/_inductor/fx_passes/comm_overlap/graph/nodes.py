@@ -22,6 +22,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import (
 
 COLLECTIVE_NAMESPACES = ("_c10d_functional", "c10d_functional")
 
+#: The second (from torch 2.15 on) waits for several results of one collective, and returns a list.
+_WAIT_NAMES = frozenset({"wait_tensor", "wait_tensors"})
 _NO_OP_NAMES = frozenset({"alias", "detach", "view", "_unsafe_view", "reshape", "lift_fresh"})
 _VIEW_NAMES = _NO_OP_NAMES | frozenset(
     {
@@ -145,7 +147,7 @@ def _traits_of_op(target: torch._ops.OpOverload) -> OpTraits:
         is_random=torch.Tag.nondeterministic_seeded in target.tags,
         returns_alias=any(r.alias_info is not None for r in target._schema.returns),
         communicates=communicates,
-        is_wait=communicates and name == "wait_tensor",
+        is_wait=communicates and name in _WAIT_NAMES,
         is_heavy=_is_heavy(namespace, name),
     )
 
@@ -264,19 +266,33 @@ def wrapped_node(node: fx.Node) -> fx.Node | None:
 
 
 def wait_source(node: fx.Node) -> fx.Node | None:
-    """What a wait node (also one inside ``control_deps``) waits for; None for other nodes."""
+    """What a wait node (also one inside ``control_deps``) waits for, of a wait for several results
+    of one collective the first; None for other nodes."""
+    sources = wait_sources(node)
+    return sources[0] if sources else None
+
+
+def wait_sources(node: fx.Node) -> tuple[fx.Node, ...]:
+    """All that a wait node waits for, in the order of its results; empty for other nodes, and for a
+    wait for results of several collectives, which nothing here can take apart."""
     traits = traits_of(node.target)
     if not (traits.is_wait or traits.is_control_deps):
-        return None
+        return ()
     inner = wrapped_node(node)
     if inner is not None and not traits_of(inner.target).is_wait:
-        return None
+        return ()
     source: object = None
-    if inner is not None:
-        source = node.args[2] if len(node.args) > 2 else None
-    elif traits.is_wait:
-        source = first_argument(node)
-    return source if isinstance(source, fx.Node) else None
+    if inner is None:
+        source = first_argument(node) if traits.is_wait else None
+    elif isinstance(first_argument(inner), (list, tuple)):
+        source = node.args[2:]
+    elif len(node.args) > 2:
+        source = node.args[2]
+    if isinstance(source, fx.Node):
+        return (source,)
+    sources = tuple(source) if isinstance(source, (list, tuple)) else ()
+    of_one = len({viewed_node(n) if isinstance(n, fx.Node) else None for n in sources}) == 1
+    return sources if of_one and isinstance(sources[0], fx.Node) else ()
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
