@@ -113,7 +113,7 @@ def test_file_that_the_server_has_imported_is_read_again(stack: Stack, runner: R
 
 
 def test_fix_without_its_edit_and_fix_that_is_none(stack: Stack, runner: Runner) -> None:
-    built = titled(stack, "smaller of two memory caps")
+    built = titled(stack, "cap of each bucket")
     stack.repository.git("checkout", "-q", built.sha)
     stack.repository.git("checkout", "-q", f"{built.sha}~1", "--", *built.edited)
     problem = check_commit(stack, amended(stack, built), runner, TIMEOUT_S)

@@ -101,7 +101,9 @@ class TestDdpBackward(TestCase):
         for layers in (4, 6):
             gm = self.backward(layers, width=256, batch=512)
             with (
-                mock.patch.object(_runtime_estimation, "get_device_tflops", lambda dtype: 100.0),
+                mock.patch.object(
+                    _runtime_estimation, "get_device_tflops", lambda dtype, **kwargs: 100.0
+                ),
                 mock.patch.object(_runtime_estimation, "get_gpu_dram_gbps", lambda: 1000),
             ):
                 schedule_overlap_bucketing(
