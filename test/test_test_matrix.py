@@ -68,6 +68,20 @@ def test_what_cannot_be_made_is_no_success(tool: ModuleType, tmp_path: Path) -> 
     assert not out.exists()
 
 
+def test_the_newest_torch_is_not_run_twice(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    release = ".".join(torch.__version__.split(".")[:2])
+    out, tests = tmp_path / "versions.md", tmp_path / "test_few.py"
+    tests.write_text("def test_passes(): pass")
+    given = ["--env", f"newest={sys.executable}", "--env", f"{release}={sys.executable}"]
+    for versions, rows in (("newest", ["newest"]), (f"newest {release}", [release, "newest"])):
+        arguments = ["--versions", *versions.split(), *given, "--out", str(out)]
+        assert tool.main([*arguments, "--pytest-args", str(tests), "-p", "no:cacheprovider"]) == 0
+        assert [cells(line)[0] for line in out.read_text().splitlines()[8:]] == rows
+        assert ("has its own row" in capsys.readouterr().out) == (versions != "newest")
+
+
 def test_a_malformed_environment_is_refused(tool: ModuleType) -> None:
     with pytest.raises(SystemExit):
         tool.main(["--env", "2.11"])

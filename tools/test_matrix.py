@@ -1,12 +1,13 @@
 """Runs the test-suite on every supported torch, each in an environment of its own.
 
-    python tools/test_matrix.py                                  # 2.11 to 2.14, and the newest release
+    python tools/test_matrix.py                                  # 2.11 to 2.15, and the newest release
     python tools/test_matrix.py --versions 2.11 2.14 --env 2.11=/envs/torch211
     python tools/test_matrix.py --pytest-args -k "not gloo"      # what behind it goes to pytest
 
 Environments are made in ``.matrix`` and kept; torch is several GB in each where its wheel brings CUDA
 (``TORCH_INDEX_URL`` names an index of CPU wheels).  ``newest`` is what pip would install today: a release
-that the package does not support yet is tried all the same, since its failures are the work to be done.
+that the package does not support yet is tried all the same, since its failures are the work to be done; one
+that is among the versions is not run twice.
 
 One row for each version goes into ``--out``, which keeps the rows of other versions; the exit code is that
 of the worst run.
@@ -35,7 +36,7 @@ OUT = ROOT / "tools" / "results" / "versions.md"
 NEWEST = "newest"
 #: A release that is not known yet is tried; without it the package changes nothing there (_compat.py).
 ALLOW_UNTESTED_VARIABLE = "TORCH_PATCHES_ALLOW_UNTESTED_TORCH"
-VERSIONS = ("2.11", "2.12", "2.13", "2.14", NEWEST)
+VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15", NEWEST)
 HEAD = (
     "| torch asked for | torch | Python | passed | failed | skipped | seconds | commit | date | "
     "pytest arguments |\n|---|---|---|---|---|---|---|---|---|---|\n"
@@ -77,6 +78,12 @@ def environment(version: str, given: dict[str, Path]) -> Path:
     subprocess.run([*pip, *wanted, *source], check=True)
     subprocess.run([*pip, "-e", ".[test,tools]"], check=True, cwd=ROOT)
     return python
+
+
+def release(python: Path) -> str:
+    """``2.15`` for an interpreter that has torch 2.15.0."""
+    show = "import torch; print('.'.join(torch.__version__.split('.')[:2]))"
+    return subprocess.check_output([python, "-c", show], text=True).strip()
 
 
 def run(version: str, python: Path, arguments: Sequence[str]) -> Row:
@@ -144,6 +151,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (bootstrap.MissingRequirementError, subprocess.CalledProcessError) as problem:
             print(f"test_matrix: torch {version}: {problem}", file=sys.stderr)
             worst = 1
+            continue
+        if version == NEWEST and release(python) in options.versions:
+            print(f"test_matrix: the newest torch is {release(python)}, which has its own row")
             continue
         row = run(version, python, options.pytest_args)
         record(options.out, row)

@@ -24,7 +24,7 @@ config_module: Any = inductor_config
 OLDEST_TORCH = (2, 11)
 """The first release the hooks are tested with."""
 
-FIRST_UNTESTED_TORCH = (2, 15)
+FIRST_UNTESTED_TORCH = (2, 16)
 """Raise it once the test suite has run on that release."""
 
 ALLOW_UNTESTED_VARIABLE = "TORCH_PATCHES_ALLOW_UNTESTED_TORCH"
@@ -32,7 +32,7 @@ ALLOW_UNTESTED_VARIABLE = "TORCH_PATCHES_ALLOW_UNTESTED_TORCH"
 
 
 def torch_release(version: str | None = None) -> tuple[int, int]:
-    """(major, minor) of a version text such as ``2.13.0+cpu`` or ``2.15.0a0+git1234``."""
+    """(major, minor) of a version text such as ``2.13.0+cpu`` or ``2.16.0a0+git1234``."""
     text = str(torch.__version__) if version is None else version
     match = re.match(r"(\d+)\.(\d+)", text)
     if match is None:
@@ -236,7 +236,7 @@ def has_prebucketing() -> bool:
 
 def names_given(graph: torch.fx.Graph) -> int:
     """Names that nodes of a graph ever had; torch takes none back when it erases a node (2.11 to
-    2.14)."""
+    2.15)."""
     return len(graph._graph_namespace._used_names)
 
 
@@ -261,3 +261,13 @@ def roofline_name() -> str | None:
 
     name = "estimate_roofline_runtime_ms"
     return name if hasattr(overlap_scheduling, name) else None
+
+
+def bandwidth_names(module: Any) -> tuple[str, ...]:
+    """What of ``module`` gives the memory bandwidth of a device in GB/s.
+
+    torch's roofline asks ``get_gpu_dram_gbps()`` up to 2.14, and ``get_device_dram_gbps(device)``
+    from 2.15 on, whose utils have both.  Drop the first when nothing has it any more.
+    """
+    names = ("get_gpu_dram_gbps", "get_device_dram_gbps")
+    return tuple(name for name in names if hasattr(module, name))

@@ -425,14 +425,14 @@ def test_untested_torch_is_left_alone_with_one_warning(
 ) -> None:
     _hooks.uninstall()
     original = compile_fx_module.compile_fx
-    monkeypatch.setattr(torch, "__version__", "2.15.0a0+git123")
+    monkeypatch.setattr(torch, "__version__", "2.16.0a0+git123")
     monkeypatch.delenv(_compat.ALLOW_UNTESTED_VARIABLE, raising=False)
     _hooks.install()
     _hooks.install()
     assert compile_fx_module.compile_fx is original
     (record,) = caplog.records
     assert _compat.ALLOW_UNTESTED_VARIABLE in record.getMessage()
-    assert "2.15" in record.getMessage()
+    assert "2.16" in record.getMessage()
     monkeypatch.setenv(_compat.ALLOW_UNTESTED_VARIABLE, "1")
     _hooks.install()
     assert compile_fx_module.compile_fx is not original
@@ -444,8 +444,8 @@ def test_untested_torch_is_left_alone_with_one_warning(
         ("2.10.0", False),
         ("2.11.0", True),
         ("2.13.0+cpu", True),
-        ("2.14.1", True),
-        ("2.15.0.dev20270101", False),
+        ("2.15.0", True),
+        ("2.16.0.dev20270101", False),
         ("3.0.0", False),
     ],
 )

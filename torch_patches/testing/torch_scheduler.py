@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 import torch.fx as fx
 from torch._inductor import config
@@ -23,6 +24,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torch_patches import _compat
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import Device
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import RuntimeModel
@@ -80,13 +82,19 @@ def device_constants(device: Device) -> Iterator[None]:
     from torch._inductor import comm_analysis
     from torch.utils import _runtime_estimation
 
+    def rate(dtype: torch.dtype, **_: object) -> float:
+        return device.matmul_tflops(dtype)
+
+    def bandwidth(*_: object) -> float:
+        return device.dram_gb_per_s
+
     generation = comm_analysis.NVIDIA_GPU_TYPE[_GENERATIONS.get(device.name, "AMPERE")]
     with contextlib.ExitStack() as stack:
         for module in (inductor_utils, _runtime_estimation):
-            rate = mock.patch.object(module, "get_device_tflops", device.matmul_tflops)
-            memory = mock.patch.object(module, "get_gpu_dram_gbps", lambda: device.dram_gb_per_s)
-            stack.enter_context(rate)
-            stack.enter_context(memory)
+            asked: dict[str, Callable[..., float]] = {"get_device_tflops": rate}
+            asked |= dict.fromkeys(_compat.bandwidth_names(module), bandwidth)
+            for name, answer in asked.items():
+                stack.enter_context(mock.patch.object(module, name, answer))
         stack.enter_context(mock.patch.object(comm_analysis, "get_gpu_type", lambda: generation))
         yield
 
