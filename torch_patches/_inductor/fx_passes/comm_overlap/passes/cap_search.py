@@ -1,6 +1,7 @@
 """Finds the sizes of buckets for "auto": a walk from the best of a few, while it gets better.
 
-    default -> the dynamic program: better?  A large graph of one group is done then.
+    default -> the dynamic program: better, also than large buckets?  A large graph of one group is
+               done then.
     default, 100 MB, 400 MB, ... -> the best -> copied, where the host is what limits?
                                                 twice as large? half?
                                                 only gathers? only reductions? only one key?
@@ -121,10 +122,12 @@ class CapSearch:
         return list(self._ways.values())
 
     def _walk(self) -> None:
-        seeds = self._seeds()[: self._options.max_schedules]
-        if not is_small(self._track) and self._settles_at_once(seeds[0]):
+        seeds = self._seeds()
+        if not is_small(self._track) and self._settles_at_once(seeds[0], seeds[-1]):
             return
-        best = min(seeds, key=self._badness)
+        # Lazily: each of them counts before the next one is asked about.
+        best = min(filter(self._can_try, seeds), key=self._badness)
+        seeds = [seed for seed in seeds if seed in self._tried]
         self._dynamic = DynamicSizes(self._track, self._options, self._limits, self._try(best))
         best = self._better(min(seeds, key=self._total_ms), best) or best
         moves = self._moves()
@@ -138,17 +141,25 @@ class CapSearch:
                 if self._is_settled(best):
                     return
 
-    def _settles_at_once(self, seed: Sizes) -> bool:
+    def _settles_at_once(self, seed: Sizes, other: Sizes) -> bool:
         """All traffic is of one group, which the dynamic program knows best, and it does better by
-        what the first seed has shown.  By what another one shows it seldom does better still."""
+        what one seed has shown than that seed and another one.  By what others show it then seldom
+        does much better still."""
         if len({collective.group for collective in self._track.skeleton.collectives}) > 1:
             return False
         self._dynamic = DynamicSizes(self._track, self._options, self._limits, self._try(seed))
         found = self._further(Move(cuts=True, widens=True), seed)
         better = None if found is None else self._better(found, seed)
-        if better is None or self._is_host_bound(better):
-            return False
-        return self._is_settled(better)
+        if (
+            better is not None
+            and self._is_settled(better)
+            and not self._is_host_bound(better)
+            and self._better(other, better) is None
+        ):
+            return True
+        # By what the best seed shows, the program may find something else for the same sizes.
+        self._tried = {tried: way for tried, way in self._tried.items() if not tried.dynamic}
+        return False
 
     def _is_settled(self, sizes: Sizes) -> bool:
         """The dynamic program has chosen from all sizes, and memory allows it."""
