@@ -264,3 +264,58 @@ def test_copies_of_activations_have_no_position() -> None:
     graph, copies = rearranged(of_parameter=False)
     positions = collect(graph).positions
     assert [positions[node.next] - positions[node] for node in copies] == [0, 0]
+
+
+def joined_with_zeros(b: Rank) -> fx.Node:
+    """In the place of rows that are missing."""
+    part = b.call(aten.mm, b.shard(), b.h)
+    if b.rows < FULL:
+        part = b.call(aten.cat, [part, b.call(aten.new_zeros, part, [FULL - b.rows, WIDTH])])
+    return b.gather_and_wait(part, RANKS, "h")
+
+
+def cut(b: Rank, wait: fx.Node) -> fx.Node:
+    if b.rows == FULL:
+        return wait
+    part = b.call(aten.slice.Tensor, wait, 0, 0, b.rows)
+    return b.call(aten.clone, part, memory_format=torch.contiguous_format)
+
+
+def cut_behind_the_input(b: Rank) -> fx.Node:
+    """An activation that was saved with all rows."""
+    return b.gather_and_wait(b.padded(cut(b, b.placeholder(FULL, WIDTH))), RANKS, "h")
+
+
+def cut_between(b: Rank) -> fx.Node:
+    """Gathered over two dimensions of a mesh."""
+    half = b.gather_and_wait(b.call(aten.tanh, b.placeholder(FULL // 2, WIDTH)), 2, "inner")
+    return b.gather_and_wait(b.padded(cut(b, half)), RANKS, "h")
+
+
+def cut_in_front_of_the_output(b: Rank) -> fx.Node:
+    b.saved.append(cut(b, b.scatter_and_wait(b.h, "sum", RANKS, "h")))
+    return b.h
+
+
+@pytest.mark.parametrize("rows", [FULL - 1, 1])
+@pytest.mark.parametrize(
+    "part",
+    [joined_with_zeros, cut_behind_the_input, cut_between, cut_in_front_of_the_output],
+)
+def test_copies_of_one_rank_are_no_kernels_whatever_is_copied(part, rows) -> None:
+    """One kernel more is one collective less that "auto" lets start early."""
+
+    def kernels(rows: int) -> int:
+        b = Rank(rows)
+        b.saved = []
+        for _ in range(2):
+            b.h = b.call(aten.mm, b.call(aten.mm, b.h, b.gather(b.shard())), part(b))
+        gm = b.output(b.h, *b.saved)
+        for c in collect(gm.graph).collectives:
+            traffic = Traffic.PARAMETER if c.group == "g" else Traffic.OTHER
+            for node in (c.start, *c.waits):
+                node.meta[TAG_MARK] = CollectiveTag(traffic, TagSource.DYNAMO)
+        found = forecast(gm.graph, collect(gm.graph), make_model("H100"))
+        return sum(cost.launches for cost in found.costs.values())
+
+    assert kernels(rows) == kernels(FULL)

@@ -298,7 +298,8 @@ class Skeleton:
         collectives: all of them, in start order.
         barriers: nodes with side effects, in graph order.
         positions: node -> number of working nodes before it.
-        idle: nodes that do no work, or only on ranks with a short shard; they count nowhere.
+        idle: nodes that do no work, or only on ranks with a short shard; they count nowhere.  What
+            copies an activation around a collective is not among them, but has no position either.
         order_dependencies: (before, after) pairs that data flow does not show: accesses of a
             mutated storage, random ops, barriers.
         tagged: the joint graph's tags tell what the collectives carry.

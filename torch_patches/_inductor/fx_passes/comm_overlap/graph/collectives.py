@@ -141,7 +141,7 @@ def collect(graph: fx.Graph) -> Skeleton:
         collectives=tuple(with_feeders(with_shared_sizes(collectives, feeders), feeders)),
         barriers=_with_positions(effects, positions),
         positions=positions,
-        idle=idle - copies_of_activations(collectives, idle),
+        idle=idle - copies_of_activations(collectives, idle, traffic),
         order_dependencies=effects.order_dependencies,
         tagged=tagged,
     )

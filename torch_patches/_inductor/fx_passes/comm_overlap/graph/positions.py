@@ -26,7 +26,10 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     traits_of,
     wait_source,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import TrafficFinder
+from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import (
+    TrafficFinder,
+    data_inputs,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, Traffic
 
 _SPLITS = frozenset({"chunk", "split", "split_with_sizes", "split_with_sizes_copy"})
@@ -46,20 +49,30 @@ def idle_nodes(
     return frozenset([n for n in graph.nodes if _is_idle(n, around, traffic)])
 
 
-def copies_of_activations(collectives: Iterable[Collective], idle: Set[fx.Node]) -> set[fx.Node]:
+def copies_of_activations(
+    collectives: Iterable[Collective], idle: Set[fx.Node], traffic: TrafficFinder
+) -> set[fx.Node]:
     """Idle nodes that take their time on every rank: what rearranges an activation in front of or
     behind a collective.  Linear.
 
-    Ranks whose parts of an activation differ in size have other kernels besides; it is shards of
-    parameters that differ where nothing else does.
+    Ranks whose parts of an activation differ in size have other kernels besides, but for what stands
+    between a collective and another one, an input or an output: that may be there on one rank alone,
+    as with shards of parameters.
     """
     activations: list[fx.Node] = []
     shards: list[fx.Node] = []
     for c in collectives:
         (activations if c.traffic is Traffic.OTHER else shards).extend((c.start, *c.waits))
-    near = _behind(activations) | _in_front(activations)
-    copies = {n for n in near if n in idle and traits_of(n.target).name in _COPIES}
+    behind, in_front = _behind(activations), _in_front(activations)
+    outer = {n for n in in_front - behind if not traffic.rearranges_an_input(n)}
+    outer |= {n for n in behind - in_front if not traffic.leads_to_outputs(n)}
+    copies = {n for n in outer if n in idle and _copies_data_alone(n)}
     return copies - _behind(shards) - _in_front(shards) if copies else copies
+
+
+def _copies_data_alone(node: fx.Node) -> bool:
+    """No zeros besides, which stand for what one rank lacks."""
+    return traits_of(node.target).name in _COPIES and len(data_inputs(node)) == len(inputs_of(node))
 
 
 def _is_idle(node: fx.Node, around: Set[fx.Node], traffic: TrafficFinder) -> bool:

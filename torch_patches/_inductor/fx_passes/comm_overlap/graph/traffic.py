@@ -169,7 +169,15 @@ class TrafficFinder:
 
     def is_at_the_edge(self, node: fx.Node) -> bool:
         """Only rearranges an input of the graph, or only leads to outputs."""
-        return node in self._origin or node in self._terminal
+        return self.rearranges_an_input(node) or self.leads_to_outputs(node)
+
+    def rearranges_an_input(self, node: fx.Node) -> bool:
+        """It holds the data of one input of the graph and nothing else."""
+        return node in self._origin
+
+    def leads_to_outputs(self, node: fx.Node) -> bool:
+        """What reads it leads to outputs of the graph and does nothing but finish a gradient."""
+        return node in self._terminal
 
     def parameter_index(
         self, start: fx.Node, kind: CollectiveKind, waits: tuple[fx.Node, ...]
