@@ -1,7 +1,7 @@
 """Finds the sizes of buckets for "auto": a walk from the best of a few, while it gets better.
 
-    default -> the dynamic program: better, also than large buckets?  A large graph of one group is
-               done then.
+    default -> the dynamic program: better, and so few launches that fewer would not help?  A large
+               graph of one group is done then.
     default, 100 MB, 400 MB, ... -> the best -> copied, where the host is what limits?
                                                 twice as large? half?
                                                 only gathers? only reductions? only one key?
@@ -71,6 +71,8 @@ _MARGIN = 1024
 _MAX_SHRUNK = 4
 #: The host limits a run if it issues its last work behind this share of it.
 _HOST_SHARE = 0.9
+#: Launches limit a run if their latency is more than this share of it.
+_LAUNCH_SHARE = 0.02
 
 
 #: Form and members of each bucket.
@@ -123,7 +125,7 @@ class CapSearch:
 
     def _walk(self) -> None:
         seeds = self._seeds()
-        if not is_small(self._track) and self._settles_at_once(seeds[0], seeds[-1]):
+        if not is_small(self._track) and self._settles_at_once(seeds[0]):
             return
         # Lazily: each of them counts before the next one is asked about.
         best = min(filter(self._can_try, seeds), key=self._badness)
@@ -141,10 +143,10 @@ class CapSearch:
                 if self._is_settled(best):
                     return
 
-    def _settles_at_once(self, seed: Sizes, other: Sizes) -> bool:
+    def _settles_at_once(self, seed: Sizes) -> bool:
         """All traffic is of one group, which the dynamic program knows best, and it does better by
-        what one seed has shown than that seed and another one.  By what others show it then seldom
-        does much better still."""
+        what the first seed has shown.  By what another one shows it seldom does better still, but
+        where launches take long: their stops look like time to it, and it makes too many."""
         if len({collective.group for collective in self._track.skeleton.collectives}) > 1:
             return False
         self._dynamic = DynamicSizes(self._track, self._options, self._limits, self._try(seed))
@@ -154,7 +156,7 @@ class CapSearch:
             better is not None
             and self._is_settled(better)
             and not self._is_host_bound(better)
-            and self._better(other, better) is None
+            and not self._is_launch_bound(better)
         ):
             return True
         # By what the best seed shows, the program may find something else for the same sizes.
@@ -212,6 +214,16 @@ class CapSearch:
     def _is_host_bound(self, sizes: Sizes) -> bool:
         timeline = self._try(sizes).schedule.timeline
         return timeline.host_ms > _HOST_SHARE * timeline.total_ms
+
+    def _is_launch_bound(self, sizes: Sizes) -> bool:
+        """What fewer launches could save is much: the part of each that does not grow with its bytes."""
+        model, timeline = self._track.model, self._try(sizes).schedule.timeline
+        launches_ms = 0.0
+        for span in timeline.spans:
+            one = span.collective
+            twice_ms = model.collective_ms(one, 2 * one.size_bytes)
+            launches_ms += max(2 * model.collective_ms(one) - twice_ms, 0.0)
+        return launches_ms > _LAUNCH_SHARE * timeline.total_ms
 
     def _can_try(self, sizes: Sizes) -> bool:
         return sizes in self._tried or self._schedules < self._options.max_schedules
