@@ -25,6 +25,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.fusion import (
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     ResultBytes,
     inputs_of,
+    schema_arguments,
     tensors_of,
     traits_of,
 )
@@ -133,7 +134,7 @@ def _formula(name: str) -> Callable[..., object] | None:
 
 def _product_flops(node: fx.Node, first: int) -> int:
     """2 * (elements of the result) * (length of the rows multiplied)."""
-    left = node.args[first] if len(node.args) > first else None
+    left = [*schema_arguments(node).values(), None][first]
     value = left.meta.get("val") if isinstance(left, fx.Node) else None
     results = list(tensors_of(node.meta.get("val")))
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or not results:

@@ -23,6 +23,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     op_name,
     op_namespace,
     same_sizes,
+    schema_arguments,
     wait_source,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
@@ -160,8 +161,8 @@ def permutation(node: fx.Node) -> list[int]:
     if dims == 0:
         return []
     if name == "permute":
-        given = node.args[1] if len(node.args) > 1 else node.kwargs["dims"]
-        return [int(d) % dims for d in given]  # type: ignore[union-attr, arg-type]
+        given = schema_arguments(node)["dims"]
+        return [int(d) % dims for d in given]  # type: ignore[attr-defined]
     if name == "t":
         return order[::-1]
     one, other = _two_dims(node)
@@ -170,5 +171,5 @@ def permutation(node: fx.Node) -> list[int]:
 
 
 def _two_dims(node: fx.Node) -> tuple[int, int]:
-    given = [*node.args[1:], *node.kwargs.values()]
-    return int(given[0]), int(given[1])  # type: ignore[arg-type]
+    _, one, other = schema_arguments(node).values()
+    return int(one), int(other)  # type: ignore[call-overload]

@@ -89,7 +89,7 @@ def is_padded_in_front(start: fx.Node) -> bool:
 
 def pads_by_nothing(node: fx.Node) -> bool:
     """A ``constant_pad_nd`` that adds and takes away nothing on every side."""
-    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("pad")
+    given = schema_arguments(node).get("pad")
     return isinstance(given, (list, tuple)) and all(isinstance(p, int) and p == 0 for p in given)
 
 
