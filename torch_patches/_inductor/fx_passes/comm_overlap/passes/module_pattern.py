@@ -37,13 +37,8 @@ class Wildcard:
     numbers: tuple[range, ...] | None
     after: str
 
-    def matches(self, component: str) -> bool:
-        """Whether a component of a name is one of those that this stands for."""
-        middle = _between(component, self.before, self.after)
-        return middle is not None and self.has(_integer(middle))
-
     def has(self, number: int | None) -> bool:
-        """The same, for what stands between ``before`` and ``after``; None: no integer."""
+        """Whether it stands for ``number`` between ``before`` and ``after``; None: no integer."""
         if self.numbers is None:
             return True
         return number is not None and any(number in numbers for numbers in self.numbers)
