@@ -173,6 +173,36 @@ def test_longest_text_is_accepted(write: Callable[[object], Path]) -> None:
     assert load_calibration(write(changed("device", "x" * 200))).device == "x" * 200
 
 
+@pytest.mark.parametrize(
+    ("path", "largest"),
+    [
+        ("collectives.0.size_bytes.2", 2**60),  # more than any tensor has
+        ("matmul.0.flops.1", 2**60),
+        ("collectives.0.ms.2", 1e9),
+        ("dram_gb_per_s", 1e9),
+        ("compute_slowdown", 100.0),
+    ],
+)
+def test_largest_number_is_accepted_and_no_larger_one(
+    write: Callable[[object], Path], path: str, largest: float
+) -> None:
+    load_calibration(write(changed(path, largest)))
+    with pytest.raises(CalibrationError, match="is not allowed"):
+        load_calibration(write(changed(path, largest + 1)))
+
+
+@pytest.mark.parametrize("key", ["size_bytes", "ms"])
+def test_as_many_points_as_are_allowed_are_accepted(
+    write: Callable[[object], Path], key: str
+) -> None:
+    document = copy.deepcopy(DOCUMENT)
+    document["collectives"][0].update(size_bytes=list(range(1, 257)), ms=[1.0] * 256)
+    load_calibration(write(document))
+    document["collectives"][0][key].append(300)
+    with pytest.raises(CalibrationError, match="256 entries"):
+        load_calibration(write(document))
+
+
 def test_missing_and_repeated_entries(write: Callable[[object], Path]) -> None:
     document = copy.deepcopy(DOCUMENT)
     del document["collectives"][0]["ms"]

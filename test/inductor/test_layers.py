@@ -1,6 +1,9 @@
 """The layers of the architecture: who may import whom."""
 
 import ast
+import dataclasses
+import importlib
+import pkgutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,8 @@ FORBIDDEN = {
     "estimate": ["passes", "check", "report", "pipeline"],
     "passes": ["check", "report", "pipeline"],
 }
+
+WORKING_STATE = {"Placement", "Gather", "Entry"}
 
 
 def imports_of(path):
@@ -32,6 +37,20 @@ def test_layer_imports_only_what_lies_below_it(layer):
         for name in imports_of(path):
             for above in FORBIDDEN[layer]:
                 assert not name.startswith(f"{PACKAGE}.{above}"), f"{path} imports {name}"
+
+
+def data_classes():
+    package = importlib.import_module(PACKAGE)
+    for module in pkgutil.walk_packages(package.__path__, f"{PACKAGE}."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if dataclasses.is_dataclass(value) and value.__module__ == module.name:
+                yield value
+
+
+def test_what_one_pass_hands_to_another_cannot_be_changed():
+    """Data classes are frozen, but for the working state of one file."""
+    changeable = {c.__name__ for c in data_classes() if not c.__dataclass_params__.frozen}
+    assert {name for name in changeable if not name.startswith("_")} == WORKING_STATE
 
 
 def test_passes_do_not_depend_on_the_product_around_them():
