@@ -383,6 +383,26 @@ class TestBarriers:
         assert kinds == [BarrierKind.EFFECT]
         assert skeleton.collectives[0].segment == 1
 
+    def test_op_whose_effect_is_registered_is_a_barrier(self):
+        """It mutates nothing and returns a tensor; its twin without an effect is none."""
+        from torch._higher_order_ops import effects
+
+        with torch.library._scoped_library("effect_test", "DEF") as library:
+            for name in ("logged", "plain"):
+                library.define(f"{name}(Tensor x) -> Tensor")
+                library.impl(name, torch.clone, "CompositeExplicitAutograd")
+                library.impl(name, torch.empty_like, "Meta")
+            logged, plain = torch.ops.effect_test.logged, torch.ops.effect_test.plain
+            ordered = effects._EffectType.ORDERED
+            handle = effects._register_effectful_op(logged.default, ordered)
+            try:
+                kinds, _ = _barriers(lambda b, x: b.graph.call_function(logged.default, (x,)))
+                assert kinds == [BarrierKind.EFFECT]
+                assert _barriers(lambda b, x: b.call(plain, x))[0] == []
+            finally:
+                if handle is not None:
+                    handle.destroy()
+
     @pytest.mark.parametrize(
         "op",
         [
@@ -459,18 +479,22 @@ class TestBarriers:
         found = collect(b.output(b.gather_and_wait(x, 2, "g")).graph).barriers
         assert [(k.node, k.kind) for k in found] == [(calls[1], BarrierKind.EFFECT)]
 
-    @pytest.mark.parametrize("form", ["keyword", "by_schema"])
+    @pytest.mark.parametrize("form", ["keyword", "by_schema", "one_of_two"])
     def test_every_alias_of_a_storage_is_seen(self, form):
         """A view that is given its tensor by keyword, and an alias that only the schema tells of."""
         with torch.library._scoped_library("alias_test", "DEF") as library:
             library.define("same(Tensor(a) x) -> Tensor(a)")
             library.impl("same", lambda x: x, "CompositeExplicitAutograd")
             library.impl("same", lambda x: x.view_as(x), "Meta")
+            library.define("both(Tensor(a) x) -> (Tensor(a), Tensor)")
+            library.impl("both", lambda x: (x.view_as(x), x.clone()), "Meta")
             b = GraphBuilder()
             x = b.placeholder(4)
             if form == "keyword":
                 alias = b.call(aten.view, x, [2, 2])
                 alias.args, alias.kwargs = (), {"self": x, "size": [2, 2]}
+            elif form == "one_of_two":
+                alias = b.getitem(b.call(torch.ops.alias_test.both, x), 0)
             else:
                 alias = b.call(torch.ops.alias_test.same, x)
             start = b.all_gather(x, 2, "g")

@@ -135,6 +135,16 @@ class TestStorage:
         assert of(transposed=False) == 10
         assert of(transposed=True) == 20
 
+    @pytest.mark.parametrize("unknown", ["source", "result"])
+    def test_reshape_without_metadata_counts_as_a_view(self, unknown):
+        """Of its input or of itself, as graphs by hand have it."""
+        b = GraphBuilder()
+        x = b.call(aten.t, b.placeholder(2, 4))
+        reshaped = b.call(aten.reshape, x, [8])
+        gm = b.output(b.call(aten.relu, b.placeholder(8)), reshaped)
+        del (x if unknown == "source" else reshaped).meta["val"]
+        assert peak(gm) == (3 * 8, "aten.relu.default")
+
     def test_reshape_of_a_column_slice_is_a_view_if_rows_stay(self):
         b = GraphBuilder()
         part = b.call(aten.slice.Tensor, b.placeholder(2, 8), 1, 0, 4)

@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import torch_patches
 from torch_patches import _compat, config, mesh_groups
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
+from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import registered_ranks
 from torch_patches._inductor.fx_passes.comm_overlap.plan import RefusalReason
 from torch_patches.testing.eager_backend import post_grad_eager
 from torch_patches.testing.graph_builder import GraphBuilder
@@ -81,6 +82,13 @@ def test_no_group_is_made_where_one_is_or_none_is_needed(mesh: DeviceMesh) -> No
     compile_weight(Weight(mesh, Shard(0), Shard(1)), **CREATE)
     compile_weight(Weight(mesh, Replicate(), Shard(0)), **CREATE)
     assert members() == before
+
+
+def test_ranks_of_registered_groups(mesh: DeviceMesh) -> None:
+    """In the order of the group; None for a group that this process does not know."""
+    for group in mesh.get_all_groups():
+        assert registered_ranks(group.group_name) == tuple(dist.get_process_group_ranks(group))
+    assert registered_ranks("no such group") is None
 
 
 def test_the_order_of_shards_is_the_order_of_ranks(mesh: DeviceMesh) -> None:

@@ -234,6 +234,17 @@ def test_what_no_entry_covers_starts_where_it_stands() -> None:
     ]  # fmt: skip
 
 
+def test_a_bucket_that_no_entry_covers_starts_where_its_first_member_stands() -> None:
+    """Gathers of the head, of which one stands a product further down."""
+    b = ModuleGraph()
+    h = b.placeholder(SIZE, SIZE)
+    for path in ("layers.0", "layers.1", "head"):
+        with b.inside(path):
+            h = b.layer(h)
+    gm, report = optimized(b.output(h), module_uncovered="bucket")
+    assert sketch(gm, report)[-4:] == ["mm layers.1 x2", "AG head", "W AG head", "mm head x2"]
+
+
 def test_reductions_that_no_entry_covers_are_deferred_one_by_one() -> None:
     gm, report = optimized(backward(2), ("layers.7",), module_plan_unmatched="warn",
                            module_uncovered="leave")  # fmt: skip

@@ -212,6 +212,16 @@ def test_an_input_beside_what_made_a_gradient_does_not_end_the_search() -> None:
     assert paths_of(b.output(b.reduce_and_wait(total, "sum", "g"))) == [["made"]]
 
 
+def test_inputs_beside_what_made_a_gradient_do_not_count() -> None:
+    """More of them than the search looks at nodes."""
+    b = GraphBuilder()
+    x = b.placeholder((8, 8))
+    stored = [b.placeholder((8, 8)) for _ in range(40)]
+    made = named(b.call(aten.mm.default, x, x), "made")
+    joined = b.call(aten.cat.default, [*stored, made])
+    assert paths_of(b.output(b.reduce_and_wait(joined, "sum", "g"))) == [["made"]]
+
+
 @pytest.mark.parametrize(("between", "expected"), [(10, ["far"]), (40, [])])
 def test_search_ends_after_some_nodes(between: int, expected: list[str]) -> None:
     """mm -> neg -> ... -> neg -> all-reduce: long chains would make the search quadratic."""

@@ -90,6 +90,10 @@ def test_no_way_to_cut_is_better(row: Row) -> None:
     assert found.state.late_ms + found.state.cost_ms == pytest.approx(row.best_of_all())
 
 
+def test_what_nobody_mentions_takes_no_time() -> None:
+    assert Load(4.0) == (4.0, *[0.0] * (len(Load._fields) - 1))
+
+
 def test_few_states_come_near() -> None:
     """Of 3,000 such rows 32 could have been cut better, by 12% at most."""
     random = Random(1)

@@ -211,6 +211,16 @@ class TestChains:
         assert [row[-1] for row in full] == [None, 0]
         assert [row[-2] for row in full] == [24, 48]  # 3 and 6 rows of 2 fp32
 
+    @pytest.mark.parametrize("ranks", [1, 2, 4])
+    def test_a_shard_of_a_group_is_that_share_of_what_is_gathered(self, ranks):
+        b = GraphBuilder()
+        inner = b.all_gather(b.placeholder(2, 2), 2, "inner")
+        outer = b.all_gather(b.wait(inner), ranks, "outer")
+        for start in (inner, outer):
+            tag(start, Traffic.PARAMETER)
+        sizes = [row[-2] for row in decisive(b, b.wait(outer))]
+        assert sizes == [32, 32 * ranks]  # 4 rows of 2 fp32
+
     def _reductions(self, rows):
         """Two gradients of a tied parameter -> RS outer -> [slice] -> add -> [pad] -> RS inner"""
         b = GraphBuilder()

@@ -509,6 +509,17 @@ class TestMetrics:
             x = b.call(aten.mm, x, x)
         assert max_consecutive_compute_between_reduce_scatters(b.output(x, w).graph) == 5
 
+    def test_attention_of_a_higher_order_op_counts_as_compute(self):
+        b = GraphBuilder()
+        x = b.placeholder(4, 4)
+        attention = torch.ops.higher_order.flex_attention
+        for _ in range(2):
+            node = b.graph.call_function(attention, (x, x, x))
+            node.meta["val"] = (x.meta["val"],)
+            x = b.getitem(node, 0)
+        gm = b.output(b.scatter_and_wait(x, "sum", 2, "g"))
+        assert max_consecutive_compute_between_reduce_scatters(gm.graph) == 2
+
     def test_max_consecutive_compute_without_scatters_is_zero(self):
         b = GraphBuilder()
         x = b.placeholder(4, 4)

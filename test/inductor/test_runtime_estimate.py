@@ -72,6 +72,21 @@ def test_value_that_leaves_the_region_is_written_too() -> None:
     assert total(gm) == (KIB, 2 * KIB, 1)
 
 
+def test_what_a_fused_kernel_reads_besides_its_region_counts() -> None:
+    """relu(x) -> add(relu, y): the first input of the add is in registers, the other in memory."""
+    b = GraphBuilder()
+    x, y = b.placeholder(256), b.placeholder(256)
+    gm = b.output(b.call(aten.add.Tensor, b.call(aten.relu, x), y))
+    assert total(gm) == (2 * KIB, KIB, 1)
+
+
+def test_what_is_read_through_two_views_is_read_once() -> None:
+    b = GraphBuilder()
+    x = b.placeholder(256)
+    gm = b.output(b.call(aten.mm, b.call(aten.view, x, [16, 16]), b.call(aten.view, x, [16, 16])))
+    assert total(gm) == (KIB, KIB, 1)
+
+
 def test_matrix_product_between_two_pointwise_ops_keeps_them_apart() -> None:
     """x (16 x 16) -> relu -> mm -> add(relu): the add reads both results from memory."""
     b = GraphBuilder()
@@ -104,6 +119,8 @@ def test_only_a_copy_of_tensors_over_themselves_computes_nothing() -> None:
     b = GraphBuilder()
     one, other = b.placeholder(4), b.placeholder(4)
     assert is_joint_copy(b.call(aten._foreach_copy, [one], [one]))
+    pieces = [b.getitem(b.call(aten.split.Tensor, one, 2), 0), other]
+    assert not is_joint_copy(b.call(aten._foreach_copy, pieces, pieces))
     assert not is_joint_copy(b.call(aten._foreach_copy, [one], [other]))
     assert not is_joint_copy(b.call(aten._foreach_add.List, [one], [one]))
 

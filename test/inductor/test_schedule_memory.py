@@ -109,6 +109,24 @@ def test_copies_read_and_write_everything_once(ranks: int, inside_us: float) -> 
     assert (inside.launches, outside.launches) == (1, 1)
 
 
+def test_copies_of_reductions_go_by_what_they_send_and_get() -> None:
+    """Two gradients of 2 KiB, 512 bytes of each left of them by four ranks; an all-reduce leaves all."""
+    device = replace(DEVICES["H100"], dram_gb_per_s=1.0, dram_efficiency=1.0, kernel_us=0.0)
+    for scatters, outside_us in ((True, 1.024), (False, 4.096)):
+        b = GraphBuilder()
+        grads = [b.placeholder(512) for _ in range(2)]
+        waits = [
+            b.scatter_and_wait(grad, "sum", 4, "g")
+            if scatters
+            else b.reduce_and_wait(grad, "sum", "g")
+            for grad in grads
+        ]
+        members = collect(b.output(*waits).graph).collectives
+        inside, outside = copy_costs(members, device)
+        assert inside.ms * 1e3 == pytest.approx(2 * 4.096, rel=1e-9)
+        assert outside.ms * 1e3 == pytest.approx(2 * outside_us, rel=1e-9)
+
+
 # -- where memory is short ------------------------------------------------------------------------
 
 

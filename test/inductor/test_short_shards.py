@@ -160,6 +160,19 @@ def test_buckets_are_estimated_alike(make, form):
         assert full.peak_bytes_after == short.peak_bytes_after
 
 
+def test_what_reads_members_of_a_bucket_counts_as_an_even_share() -> None:
+    """Before they are merged and afterwards, when a second look finds the bucket."""
+    gm = optimizer_behind(FULL)
+    before = [shared_shard_bytes(collect(gm.graph))[n] for n in products_of(gm)]
+    pipeline.run_post_grad(gm.graph, Options("topo_span", None, bucket_mode="default"))
+    assert len(collect(gm.graph).collectives) < 8
+    assert [shared_shard_bytes(collect(gm.graph))[n] for n in products_of(gm)] == before
+
+
+def products_of(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if node.target is aten.mul.Tensor]
+
+
 def modules_of_small_casts(rows: int) -> fx.GraphModule:
     """Two modules of six and two weights of 256 rows; all kernels are bound by their launch."""
     b = ModuleGraph()
