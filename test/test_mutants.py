@@ -78,17 +78,20 @@ def test_fewer_mutants_are_the_first_of_more(tool: Any) -> None:
     assert tool.sample(5, 7) != tool.sample(5, 8)
 
 
-def test_quick_tests_come_first_and_others_are_left_out(tool: Any) -> None:
+def test_close_and_quick_tests_come_first_and_others_are_left_out(tool: Any) -> None:
+    both = ["graph/nodes.py:10", "graph/nodes.py:20"]
     calls = {
-        "slow": {"seconds": 9.0, "functions": ["graph/nodes.py:10"]},
-        "quick": {"seconds": 0.1, "functions": ["graph/nodes.py:10", "graph/nodes.py:20"]},
+        "slow": {"seconds": 9.0, "functions": both},
+        "quick": {"seconds": 0.2, "functions": both},
+        "close": {"seconds": 0.5, "functions": both[:1]},
         "too slow": {"seconds": 30.0, "functions": ["graph/nodes.py:10"]},
         "elsewhere": {"seconds": 0.1, "functions": ["graph/tags.py:10"]},
     }
     runner = tool.Runner(calls)
-    assert runner.tests(tool.Mutant("graph/nodes.py", 12, 10, "", 0)) == (["quick", "slow"], 9.1)
-    assert runner.tests(tool.Mutant("graph/nodes.py", 22, 20, "", 0))[0] == ["quick"]
-    assert runner.tests(tool.Mutant("graph/nodes.py", 1, 0, "", 0))[0] == ["quick", "slow"]
+    chosen, seconds = runner.tests(tool.Mutant("graph/nodes.py", 12, 10, "", 0))
+    assert (chosen, round(seconds, 3)) == (["close", "quick", "slow"], 9.7)
+    assert runner.tests(tool.Mutant("graph/nodes.py", 22, 20, "", 0))[0] == ["quick", "slow"]
+    assert runner.tests(tool.Mutant("graph/nodes.py", 1, 0, "", 0))[0] == chosen
     assert runner.run(tool.Mutant("graph/sizes.py", 1, 0, "", 0)) == "not entered"
 
 

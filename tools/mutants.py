@@ -271,23 +271,26 @@ class Runner:
 
     def __init__(self, calls: dict[str, dict[str, Any]], seconds: float = 25.0) -> None:
         self._seconds = seconds
-        self._tests: dict[str, list[tuple[float, str]]] = {}
+        #: Of each function: how many others a test enters, its seconds and name.
+        self._tests: dict[str, list[tuple[int, float, str]]] = {}
         for name, call in calls.items():
             for function in call["functions"]:
                 file = function.split(":")[0]
                 for key in (function, f"{file}:0"):
-                    self._tests.setdefault(key, []).append((call["seconds"], name))
+                    entry = len(call["functions"]), call["seconds"], name
+                    self._tests.setdefault(key, []).append(entry)
 
     def tests(self, mutant: Mutant) -> tuple[list[str], float]:
-        """Those that enter the changed function, and their seconds: of each test file the quickest
-        one, then the second of each, and so on; the file named like the changed one comes first."""
+        """Those that enter the changed function, and their seconds: of each test file the one that
+        enters the fewest functions, which looks closest at them, then the second of each, and so on;
+        the file named like the changed one comes first."""
         entered = sorted(set(self._tests.get(f"{mutant.file}:{mutant.function}", ())))
         own = f"test_{Path(mutant.file).stem}"
         taken: Counter[str] = Counter()
         order = []
-        for seconds, name in entered:
+        for functions, seconds, name in entered:
             file = name.partition("::")[0]
-            order.append((own not in file, taken[file], seconds, name))
+            order.append((own not in file, taken[file], functions, seconds, name))
             taken[file] += 1
         chosen: list[str] = []
         total = 0.0
