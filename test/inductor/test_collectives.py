@@ -104,6 +104,17 @@ class TestKinds:
         assert (found.input_bytes, found.output_bytes) == (40, 80)
         assert found.refusal is RefusalReason.COALESCED_IN_INPUT
 
+    def test_coalesced_result_is_there_at_the_first_of_its_waits(self):
+        """Its place is counted in working nodes: the start, the sum, and what stands between."""
+        b = GraphBuilder()
+        one, two = b.all_gather_coalesced([b.placeholder(4), b.placeholder(4)], 2, "fsdp")
+        gathered = b.wait(one)
+        for _ in range(3):
+            gathered = b.call(aten.tanh, gathered)
+        found = only(b.output(gathered, b.wait(two)))
+        assert found.wait_position - found.position < 3
+        assert len(found.waits) == 2
+
     def test_coalesced_reductions_of_the_input_are_not_merged(self):
         b = GraphBuilder()
         xs = [b.placeholder(4), b.placeholder(6)]

@@ -235,14 +235,24 @@ def test_what_no_entry_covers_starts_where_it_stands() -> None:
 
 
 def test_a_bucket_that_no_entry_covers_starts_where_its_first_member_stands() -> None:
-    """Gathers of the head, of which one stands a product further down."""
+    """One of the head's gathers stands in front of layers.1, the other one behind it."""
     b = ModuleGraph()
     h = b.placeholder(SIZE, SIZE)
-    for path in ("layers.0", "layers.1", "head"):
-        with b.inside(path):
-            h = b.layer(h)
+    with b.inside("layers.0"):
+        h = b.layer(h)
+    with b.inside("head"):
+        early = b.all_gather(b.shard(), 2, "dp")
+    with b.inside("layers.1"):
+        h = b.layer(h)
+    with b.inside("head"):
+        late = b.all_gather(b.shard(), 2, "dp")
+        h = b.call(aten.mm, h, b.wait(early))
+        h = b.call(aten.mm, h, b.wait(late))
     gm, report = optimized(b.output(h), module_uncovered="bucket")
-    assert sketch(gm, report)[-4:] == ["mm layers.1 x2", "AG head", "W AG head", "mm head x2"]
+    assert sketch(gm, report) == [
+        "AG layers.0", "AG layers.1", "W AG layers.0", "mm layers.0 x2",
+        "AG head", "W AG layers.1", "mm layers.1 x2", "W AG head", "mm head x2",
+    ]  # fmt: skip
 
 
 def test_reductions_that_no_entry_covers_are_deferred_one_by_one() -> None:
