@@ -87,28 +87,6 @@ def test_model_inside_a_trainer_or_a_closure() -> None:
     assert parameters(recorded(lambda x: trainer.model(x), torch.ones(3))) == expected
 
 
-def test_module_that_holds_its_parameters_itself() -> None:
-    """The last step but one leads to it."""
-
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.weight
-
-    class Trainer:
-        def __init__(self) -> None:
-            self.scale = Scale()
-
-        def step(self, x: torch.Tensor) -> torch.Tensor:
-            return self.scale(x)
-
-    assert parameters(recorded(Scale(), torch.ones(3))) == {"weight": 0}
-    assert parameters(recorded(Trainer().step, torch.ones(3))) == {"weight": 0}
-
-
 def test_two_models_have_one_order() -> None:
     first, second = Block(), Block()
     records = recorded(lambda x: second(first(x)), torch.ones(3))

@@ -203,15 +203,19 @@ def test_what_stands_behind_two_starts_hides_one(monkeypatch: pytest.MonkeyPatch
     assert names(new_order(gm), made) == ["second", "dw", "first", "beside"]
 
 
-def test_a_collective_takes_no_more_than_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two products behind two starts are one for each."""
+@pytest.mark.parametrize("ms", [MOVE, 10.0])
+def test_a_collective_takes_no_more_than_hides_it(
+    ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two kernels behind two starts are one for each, also where they just hide them."""
     monkeypatch.setattr(module, "LEAST_EXPOSED", 0.0)
+    monkeypatch.setitem(SMALL, aten.sigmoid.default, ms)
     b = Lines()
     grad = b.mm(b.x, b.w)
     dw = b.mm(b.x, grad)
     first = b.all_reduce(b.relu(grad), "sum", "tp")
     second = b.all_reduce(b.call(aten.neg, grad), "sum", "other")
-    beside = [b.mm(b.x, b.x), b.mm(b.w, b.w)]
+    beside = [b.call(aten.sigmoid, b.x), b.call(aten.sigmoid, b.w)]
     gm = b.output(dw, *beside, b.mm(b.wait(first), b.wait(second)))
     assert new_order(gm) is None
 
