@@ -394,6 +394,19 @@ class TestBarriers:
         assert kinds == [BarrierKind.EFFECT]
         assert skeleton.collectives[0].segment == 1
 
+    @pytest.mark.parametrize(
+        ("op", "kinds"),
+        [
+            (aten.add_.Tensor, []),
+            (torch.ops.torch_patches_test.unknown_effect.default, [BarrierKind.EFFECT]),
+        ],
+        ids=["known", "unknown"],
+    )
+    def test_functionalized_op_is_a_barrier_where_it_is_unknown(self, op, kinds):
+        functionalized = torch.ops.higher_order.auto_functionalized
+        found, _ = _barriers(lambda b, x: b.graph.call_function(functionalized, (op,), {"x": x}))
+        assert found == kinds
+
     def test_op_whose_effect_is_registered_is_a_barrier(self):
         """It mutates nothing and returns a tensor; its twin without an effect is none."""
         from torch._higher_order_ops import effects

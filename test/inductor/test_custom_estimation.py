@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,20 @@ def test_key_without_a_source_file_is_of_the_code_and_equal_in_every_process() -
 
 
 # -- torch's flags that measure on each rank ------------------------------------------------------
+
+
+def test_names_of_what_is_read_count_without_a_source_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two functions of equal instructions and constants, of a module that has no file."""
+    keys = []
+    for attribute in ("args", "meta"):
+        module = types.ModuleType("typed_in")
+        exec(f"def estimate(node, size):\n    return len(node.{attribute})", module.__dict__)
+        monkeypatch.setitem(sys.modules, "typed_in", module)
+        keys.append(estimation_key(module.estimate))
+    assert None not in keys
+    assert keys[0] != keys[1]
 
 
 def test_only_what_the_user_set_counts() -> None:

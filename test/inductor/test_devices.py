@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import DEVICES, Link
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import DEVICES, Device, Link
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.network import collective_ms
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.saturation import saturation_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind
@@ -35,6 +35,12 @@ def test_rates_keep_their_proportions(name: str) -> None:
     half = device.matmul_tflops(torch.bfloat16)
     assert device.matmul_tflops(torch.float32) * 2 == half == device.matmul_tflops(torch.float16)
     assert {device.matmul_tflops(dtype) for dtype in EIGHT_BITS} == {2 * half}
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=list(DEVICES))
+def test_what_is_reached_is_a_share_of_the_peak(device: Device) -> None:
+    assert 0.5 < device.matmul_efficiency < device.dram_efficiency < 1.0
+    assert device.kernel_us < device.intra_node.base_us <= device.inter_node.base_us
 
 
 def test_h200_is_an_h100_with_faster_memory() -> None:

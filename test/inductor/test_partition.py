@@ -94,6 +94,15 @@ def test_what_nobody_mentions_takes_no_time() -> None:
     assert Load(4.0) == (4.0, *[0.0] * (len(Load._fields) - 1))
 
 
+def test_one_more_bucket_by_hand() -> None:
+    """Reductions: ready at 2, copied in until 2.5, another link in front until 3.5, 4 of its own until
+    7.5, another link behind until 10.5, copied out until 10.75.  Gathers: the link is free at 1 and
+    others take it until 3, 4 of its own until 7, due at 5 with copies of 0.5 and 0.25."""
+    load = Load(4.0, 2.0, 5.0, 2.0, 1.0, 1.0, 3.0, 0.5, 0.25, 0.125)
+    assert after_reductions(State(0.0, 1.0, 8.0), load) == State(10.75, 8.5, 8.875)
+    assert after_gathers(State(0.0, 1.0, 8.0), load) == State(2.25, 8.0, 8.125)
+
+
 def test_few_states_come_near() -> None:
     """Of 3,000 such rows 32 could have been cut better, by 12% at most."""
     random = Random(1)
