@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from upstream.build import Stack, build_stack
 from upstream.check import check_stack
-from upstream.drift import find_drift
+from upstream.drift import find_drift, find_large
 from upstream.errors import StackError
 from upstream.manifest import load_manifest
 from upstream.tree import AUTHOR, find_tree
@@ -64,7 +64,7 @@ def _run(options: argparse.Namespace) -> int:
     manifest = load_manifest()
     problems = find_drift(manifest)
     if options.drift:
-        return _end(problems)
+        return _end(problems or find_large(manifest))
     if options.torch is None or options.out is None:
         raise StackError("give --torch and --out, or --drift")
     if not options.check and (options.commits or options.python):

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import make_upstream_stack
 from upstream.anchors import AnchorError, apply_edit
-from upstream.drift import find_drift
+from upstream.drift import find_drift, find_large
 from upstream.errors import StackError, UnknownTreeError
 from upstream.manifest import Commit, Edit, OutOfTree, load_manifest
 from upstream.message import measured_table, message
@@ -325,6 +325,12 @@ def test_reason_for_a_file_that_is_gone_is_drift() -> None:
     out = (*MANIFEST.out_of_tree, OutOfTree("torch_patches/gone.py", "a reason"))
     (problem,) = find_drift(replace(MANIFEST, out_of_tree=out))
     assert "'torch_patches/gone.py' matches no file" in problem
+
+
+def test_commit_that_has_grown_too_large_is_drift() -> None:
+    (commit,) = [c for c in MANIFEST.commits if "Control dependencies" in c.title]
+    (problem,) = find_large(replace(MANIFEST, commits=(commit,), max_lines=100))
+    assert problem.startswith("100 changed lines are allowed") and commit.title in problem
 
 
 # -- the command ----------------------------------------------------------------------------------

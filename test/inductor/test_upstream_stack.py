@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from upstream.anchors import AnchorError
 from upstream.build import Built, Stack, build_stack
+from upstream.drift import find_large
 from upstream.errors import StackError
 from upstream.manifest import Commit, Manifest, load_manifest
 from upstream.ruff import formatted_change
@@ -198,6 +199,14 @@ def test_commits_are_small_and_say_what_a_reviewer_asks(stack: Stack) -> None:
     assert "| llama8l_ddp8 | bw | torch | RuntimeError" in stack.repository.git(
         "log", "-1", "--format=%B", titled(stack, "timeline with both")[1].sha
     )
+
+
+@on_known_torch
+def test_drift_counts_the_lines_that_a_commit_has(stack: Stack) -> None:
+    _, built = titled(stack, "Control dependencies")
+    alone = replace(MANIFEST, commits=(built.commit,))
+    assert find_large(replace(alone, max_lines=built.lines)) == []
+    assert find_large(replace(alone, max_lines=built.lines - 1))
 
 
 @on_known_torch

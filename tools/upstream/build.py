@@ -79,7 +79,7 @@ def build_stack(
     chosen = [commit for commit in manifest.commits if commit.serves(tree.release)]
     stack.left_out = [commit for commit in manifest.commits if commit not in chosen]
     placed = {commit.title: list(placed_files(commit, repository)) for commit in chosen}
-    texts = _tidied([file for files in placed.values() for file in files])
+    texts = tidied_texts([file for files in placed.values() for file in files])
     tests = {p: imported_modules(text) for p, text in texts.items() if p.startswith("test/")}
     layer = 0
     for commit in chosen:
@@ -100,8 +100,8 @@ def build_stack(
     return stack
 
 
-def _tidied(files: Sequence[Placed]) -> Mapping[str, str]:
-    """Text by path, formatted for the tree."""
+def tidied_texts(files: Sequence[Placed]) -> Mapping[str, str]:
+    """The text of each file by its path in the tree, formatted for it."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / file.path for file in files]
         for path, file in zip(paths, files, strict=True):
@@ -156,10 +156,15 @@ def _later_tests(
 def _check_sizes(commits: Sequence[Built], most: int) -> None:
     large = [f"{built.commit.title!r}: {built.lines}" for built in commits if built.lines > most]
     if large:
-        raise StackError(
-            f"{most} changed lines are allowed in a commit; move files or tests of these to another, or "
-            f"leave tests out: {'; '.join(large)}"
-        )
+        raise StackError(too_large(large, most))
+
+
+def too_large(commits: Sequence[str], most: int) -> str:
+    """What to do about commits, given as title and number of lines."""
+    return (
+        f"{most} changed lines are allowed in a commit; move files or tests of these to another, or "
+        f"leave tests out: {'; '.join(commits)}"
+    )
 
 
 def _edit(edit: Edit, root: Path, commit: Commit, manifest: Manifest) -> None:

@@ -1,11 +1,13 @@
-"""Whether package and manifest still fit: every module is in a commit, or is left out by name."""
+"""Whether package and manifest still fit: every module is in a commit, or is left out by name, and no
+commit has grown too large."""
 
 from __future__ import annotations
 
 import fnmatch
 from pathlib import Path
 
-from upstream.layout import PACKAGE_FOLDER, REPOSITORY, TESTING_FOLDER
+from upstream.build import tidied_texts, too_large
+from upstream.layout import PACKAGE_FOLDER, REPOSITORY, TESTING_FOLDER, placed_files
 from upstream.manifest import Manifest
 
 
@@ -39,3 +41,21 @@ def find_drift(manifest: Manifest, repository: Path = REPOSITORY) -> list[str]:
         if not any(fnmatch.fnmatch(path, out.files) and path not in taken for path in files):
             problems.append(f"out_of_tree {out.files!r} matches no file that is in no commit")
     return problems
+
+
+def find_large(manifest: Manifest, repository: Path = REPOSITORY) -> list[str]:
+    """A sentence that names the commits with more lines than allowed, if there are any.
+
+    Counted without a torch tree, so without what a commit changes in files of torch.
+
+    Raises:
+        StackError: a file is not there, or cannot move.
+    """
+    placed = {commit.title: list(placed_files(commit, repository)) for commit in manifest.commits}
+    texts = tidied_texts([file for files in placed.values() for file in files])
+    lines = {
+        title: sum(len(texts[file.path].splitlines()) for file in files)
+        for title, files in placed.items()
+    }
+    large = [f"{title!r}: {count}" for title, count in lines.items() if count > manifest.max_lines]
+    return [too_large(large, manifest.max_lines)] if large else []

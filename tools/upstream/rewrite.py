@@ -127,6 +127,8 @@ def _with_texts(source: str) -> str:
     """With the new names in texts, comments and identifiers.
 
     ``tokenize`` cuts f-strings into pieces from Python 3.12 on; a piece has no quotes."""
+    if "torch_patches" not in source.lower():
+        return source
     kinds = {*_RENAMED, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
     lines = source.splitlines(keepends=True)
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
