@@ -1,7 +1,13 @@
 """Every difference between torch releases that this package knows of, and nothing else.
 
-Each entry says from which minimum torch on it can be dropped.  Where torch can be asked whether
-it has a thing, it is asked, because nightly builds carry a release number of the future.
+Each entry says from which minimum torch on it can be dropped, or why it stays.  Where torch can be
+asked whether it has a thing, it is asked, because nightly builds carry a release number of the
+future.
+
+Not here is what is right on every release and only needed on old ones, with nothing to ask: each
+says so where it is.  With a minimum of 2.12 ``_with_equal_heads`` (``estimate/compute.py``) and the
+cast in ``testing/gathers.py`` can go; with 2.13 the first reason for ``_result``
+(``graph/control.py``) is gone.
 """
 
 from __future__ import annotations
@@ -70,7 +76,10 @@ def new_config_entry(name: str, default: object, value_type: Any) -> Any:
 
 
 def keeps_overrides_in_context() -> bool:
-    """Whether another thread sees the defaults instead of what this one assigned (from 2.12)."""
+    """Whether another thread sees the defaults instead of what this one assigned (from 2.12).
+
+    Drop it when the minimum is 2.12.
+    """
     return "name" in inspect.signature(_config_module._ConfigEntry).parameters
 
 
@@ -105,11 +114,12 @@ MEASURING_FLAGS = (
     "profile_guided_estimations_profile_path",
 )
 """torch's flags by which each rank measures for itself; the second is there from 2.12 on, the third
-from 2.13 on."""
+from 2.13 on.  Who uses them need not ask whether they are there when the minimum is 2.13."""
 
 SIMPLE_OVERLAP_FLAG = "aten_distributed_optimizations.enable_simple_overlap"
 """torch's own moving of starts up and waits down, in the code generator; on by default from 2.14
-on.  It respects control dependencies, but moves a start far in front of where a plan has it."""
+on.  It respects control dependencies, but moves a start far in front of where a plan has it.  Nobody
+need ask whether it is there when the minimum is 2.14."""
 
 
 # -- custom passes --------------------------------------------------------------------------------
@@ -191,7 +201,8 @@ def shard_orders(spec: Any) -> list[tuple[int, ...]]:
 
     Mesh dimensions cut from left to right, but a strided shard behind as many others as its split
     factor has ranks: FSDP over a tensor-parallel weight has ``(_StridedShard(0, split_factor=2),
-    Shard(0))``.  torch's own ``shard_order`` (2.12) is None for these.
+    Shard(0))``.  torch's own ``shard_order`` (2.12) is None for these, so it
+    stays.
     """
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
@@ -235,8 +246,10 @@ def has_prebucketing() -> bool:
 
 
 def names_given(graph: torch.fx.Graph) -> int:
-    """Names that nodes of a graph ever had; torch takes none back when it erases a node (2.11 to
-    2.15)."""
+    """Names that nodes of a graph ever had; torch takes none back when it erases a node.
+
+    It stays: 2.11 to 2.15 keep them in the same place, but a private one.
+    """
     return len(graph._graph_namespace._used_names)
 
 
@@ -267,7 +280,7 @@ def bandwidth_names(module: Any) -> tuple[str, ...]:
     """What of ``module`` gives the memory bandwidth of a device in GB/s.
 
     torch's roofline asks ``get_gpu_dram_gbps()`` up to 2.14, and ``get_device_dram_gbps(device)``
-    from 2.15 on, whose utils have both.  Drop the first when nothing has it any more.
+    from 2.15 on, whose utils have both.  Drop the question when the minimum is 2.15.
     """
     names = ("get_gpu_dram_gbps", "get_device_dram_gbps")
     return tuple(name for name in names if hasattr(module, name))

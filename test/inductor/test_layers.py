@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,16 @@ def test_only_the_hook_replaces_something_of_torch():
         if path.name == "_hooks.py":
             continue
         assert "compile_fx_module.compile_fx =" not in path.read_text(), path
+
+
+ABOUT_RELEASES = ["torch_release", "is_supported_torch", "supported_range"]
+
+
+def test_what_differs_between_releases_says_when_it_can_be_dropped():
+    """Or why it stays: the functions of _compat.py."""
+    tree = ast.parse((ROOT / "_compat.py").read_text())
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    told = {f.name: " ".join((ast.get_docstring(f) or "").split()) for f in functions}
+    minimum = r"\b[Dd]rop .*(when the minimum (is 2\.\d+|has them)|with :\w+:`\w+`)|\bit stays\b"
+    silent = [n for n, text in told.items() if not re.search(minimum, text, re.IGNORECASE)]
+    assert silent == ABOUT_RELEASES
