@@ -219,6 +219,24 @@ def test_fixes_of_torch_come_first_and_need_nothing_of_ours(stack: Stack) -> Non
 
 
 @on_known_torch
+def test_fixes_apply_without_each_other(stack: Stack, tmp_path: Path) -> None:
+    """All but one, which replaces the loop that the fix before it edits."""
+    again = tmp_path / "again"
+    git(tmp_path, "clone", "-q", str(stack.repository.root), str(again))
+    refused = []
+    for built in (built for built in stack.commits if built.commit.fault):
+        git(again, "checkout", "-q", "-f", stack.base)
+        patch = git(again, "show", built.sha)
+        (tmp_path / "fix.patch").write_text(patch)
+        try:
+            git(again, "apply", "--index", str(tmp_path / "fix.patch"))
+        except subprocess.CalledProcessError:
+            refused.append(built.commit.title)
+    (title,) = refused
+    assert "Defer dependent" in title
+
+
+@on_known_torch
 def test_patches_applied_to_torch_give_the_last_tree(stack: Stack, tmp_path: Path) -> None:
     again = tmp_path / "again"
     git(tmp_path, "clone", "-q", str(stack.repository.root), str(again))
