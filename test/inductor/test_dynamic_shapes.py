@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -31,6 +31,7 @@ MODES = {
     "fused": Options("topo_span", fuse_chained_all_gathers=True),
 }
 FIXED, SYMBOLIC = 4, 3
+Build = Callable[[], tuple[fx.GraphModule, ShapeEnv]]
 
 
 def symbolic_graph() -> tuple[fx.GraphModule, ShapeEnv]:
@@ -83,9 +84,34 @@ def symbolic_bytes(gm: fx.GraphModule) -> list[str]:
     return sorted(str(tuple(wait.meta["val"].shape)) for wait in waits)
 
 
+def swapped_graph() -> tuple[fx.GraphModule, ShapeEnv]:
+    """The other way round: backed splits of an all-to-all, and weights whose number of rows is known
+    at run time only."""
+    env = ShapeEnv()
+    b = GraphBuilder(FakeTensorMode(shape_env=env))
+    splits = [b.symbol(24), b.symbol(40)]
+    h = b.placeholder(splits[0].meta["val"] + splits[1].meta["val"], 64)
+    count = b.call(aten.select.int, b.placeholder(1, dtype=torch.int64), 0, 0)
+    rows = b.call(aten._local_scalar_dense, count).meta["val"]
+    torch._check(rows >= 0)
+    h = b.wait(b.call(c10d.all_to_all_single, h, splits, splits, "g"))
+    for _ in range(FIXED + 1):
+        h = b.call(aten.mm, h, b.gather_and_wait(b.placeholder(32, 64), 2, "g"))
+    outputs = [h]
+    for _ in range(SYMBOLIC):
+        gathered = b.gather_and_wait(b.placeholder(rows, 64), 2, "g")
+        product = b.call(aten.mul.Tensor, gathered, gathered)
+        outputs.append(b.scatter_and_wait(product, "sum", 2, "g"))
+    for _ in range(FIXED):
+        gradient = b.call(aten.mm, b.call(aten.t, h), h)
+        outputs.append(b.scatter_and_wait(gradient, "sum", 2, "g"))
+    return b.output(*outputs), env
+
+
+@pytest.mark.parametrize("build", [symbolic_graph, swapped_graph], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("mode", MODES)
-def test_shapes_stay_symbolic_and_no_guard_is_added(mode: str) -> None:
-    gm, env = symbolic_graph()
+def test_shapes_stay_symbolic_and_no_guard_is_added(mode: str, build: Build) -> None:
+    gm, env = build()
     before, shapes = known_of_symbols(env), symbolic_bytes(gm)
     asked: list[str] = []
     with as_on_gpu(), pytest.MonkeyPatch.context() as patch:
