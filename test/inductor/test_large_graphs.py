@@ -33,6 +33,15 @@ def test_work_of_a_large_graph_is_linear() -> None:
     assert work[1] <= work[0] * nodes[1] / nodes[0] * 1.1
 
 
+def test_work_of_auto_is_linear_too() -> None:
+    """From 1,500 to 2,400 nodes, which few schedules settle; smaller graphs are searched for longer."""
+    small, large = (training_graph(layers, compute=1, width=1024) for layers in (23, 37))
+    nodes = [len(gm.graph.nodes) for gm in (small, large)]
+    work = [optimize_graph(gm, Options("auto")).operations for gm in (small, large)]
+    assert 10 * nodes[0] > work[0] > 0
+    assert work[1] <= work[0] * nodes[1] / nodes[0] * 1.1
+
+
 def test_work_grows_with_edges_not_with_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 3,600 to 14,400 edges, in ever fewer nodes for each."""
     replace, touched = fx.Node.replace_input_with, [0]
