@@ -1,8 +1,8 @@
 """Other features of torch together with ours, on two gloo processes: results are those of eager mode.
 
 All of Inductor runs but code generation, which would take a C++ compiler many times; only AOTInductor
-is run to its end.  Generated code of torch.compile is run by ``test_overlap_gloo.py`` and, with buffers reused and memory reordered,
-``inductor/test_control_inductor.py``.
+is run to its end.  Generated code of torch.compile is run by ``test_overlap_gloo.py``, with donated buffers, and, with
+buffers reused and memory reordered, by ``inductor/test_control_inductor.py``.
 """
 
 from __future__ import annotations
@@ -181,13 +181,6 @@ def products_stay(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def donated_buffers() -> Told:
-    import torch
-
-    with torch._functorch.config.patch(donated_buffer=True):
-        return compared(AUTO)
-
-
 def deterministic_mode() -> Told:
     import torch
 
@@ -328,7 +321,6 @@ CASES: dict[str, Callable[[], Told]] = {
     for function in (
         checkpointing,
         selective_checkpointing,
-        donated_buffers,
         deterministic_mode,
         compiled_optimizer,
         compiled_autograd,

@@ -92,11 +92,13 @@ TIMEOUT_S = 400.0
 
 @dataclass(frozen=True)
 class Result:
-    """One rank's run: launches, reports, generated code if any, and distance to its reference."""
+    """One rank's run: launches, reports, generated code and the number of donated buffers of each
+    graph if any, and distance to its reference."""
 
     launches: dict[str, dict[str, int]]
     reports: list[dict[str, Any]]
     codes: list[str]
+    donated: list[int]
     plans: list[tuple[Any, ...]]
     comparison: Comparison
 
@@ -108,21 +110,35 @@ def work(rank: int, say: Say, names: Sequence[str]) -> dict[str, Result]:
     """In each process; a module-level function, so that a new process can import it."""
     import torch
     from torch._inductor.graph import GraphLowering
+    from torch._inductor.scheduler import Scheduler
 
     torch.set_num_threads(1)
     runs, codes, plans = {}, {}, {}
+    donated: dict[str, list[int]] = {name: [] for name in names}
+    get_donated_buffers = Scheduler.get_donated_buffers
+
+    def count_donated(scheduler: Any) -> Any:
+        found = get_donated_buffers(scheduler)
+        donated[name].append(len(found))
+        return found
+
     for name in names:
         run, codes[name], plans[name] = RUNS[name], list[str](), list[tuple[Any, ...]]()
         flags = {PREFIX + flag: value for flag, value in run.flags.items()}
         flags["cpp.simdlen"] = 1  # scalar code compiles faster
         planned = _planned(plans[name]) if name == "uneven none" else contextlib.nullcontext()
-        with mock.patch.object(GraphLowering, "save_output_code", codes[name].append), planned:
+        with (
+            mock.patch.object(GraphLowering, "save_output_code", codes[name].append),
+            mock.patch.object(Scheduler, "get_donated_buffers", count_donated),
+            planned,
+        ):
             runs[name] = train(run.workload, run.backend, flags, say)
     return {
         name: Result(
             run.launches,
             run.reports,
             codes[name],
+            donated[name],
             plans[name],
             compare(run, runs[RUNS[name].reference]),
         )
@@ -189,6 +205,14 @@ def test_inductor_agrees_with_the_uncompiled_model(inductor: Results, name: str)
     for rank in inductor:
         assert rank[name].comparison.tensors == 2 * (1 + PARAMETERS)
         assert rank[name].comparison.max_relative < 1e-5, rank[name].comparison
+
+
+@pytest.mark.parametrize("name", BY_INDUCTOR)
+def test_the_backward_is_given_buffers_of_the_forward(inductor: Results, name: str) -> None:
+    """So the gradients above are computed with donated buffers, which kernels may write over."""
+    for rank in inductor:
+        forward, backward = rank[name].donated
+        assert forward == 0 and backward > 0
 
 
 @pytest.mark.parametrize("name", BY_INDUCTOR)

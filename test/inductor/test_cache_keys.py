@@ -150,7 +150,8 @@ def parent(rank: int, say: Say, folder: str) -> Any:
 
 
 def test_a_forked_process_has_the_flags_and_the_cache(tmp_path: Path) -> None:
-    """And ``parent`` itself was spawned."""
+    """``parent`` is a fork of a server that has compiled nothing.  Spawned processes compile, and hit,
+    in ``distributed/test_rank_divergence.py``."""
     ((here, there),) = run_ranks(parent, 1, timeout_s=200.0, arguments=(str(tmp_path),))
     assert here == (False, 1)
     assert there != "no answer"

@@ -280,6 +280,25 @@ def test_legacy_flags_together_with_ours_warn_once(
     assert stand_in.in_effect[0]["reorder_for_compute_comm_overlap"] is True
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bucket_all_gathers_fx", "all"),
+        ("bucket_reduce_scatters_fx", "all"),
+        ("bucket_all_reduces_fx", "all"),
+        ("_fuse_ddp_communication", True),
+        ("reorder_for_compute_comm_overlap", True),
+    ],
+)
+def test_every_legacy_flag_is_warned_of(
+    stand_in: StandIn, caplog: pytest.LogCaptureFixture, name: str, value: object
+) -> None:
+    """One that a torch renames would be passed over without a word, and two passes would bucket."""
+    compile_fx({MODE: "auto", name: value})
+    (record,) = caplog.records
+    assert f"{name} = {value!r} (" in record.getMessage()
+
+
 def test_legacy_flags_alone_do_not_warn(
     stand_in: StandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
