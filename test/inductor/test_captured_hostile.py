@@ -70,6 +70,7 @@ HOSTILE_NODES: dict[str, dict[str, Any]] = {
     "operator_name": {"target": f"op:aten.sin.{CODE}"},
     "higher_order_name": {"target": f"hop:{CODE}"},
     "target_not_text": {"target": ["op:aten.sin.default"]},
+    "operator_as_operand": {"target": "py:operator.add", "args": [{"target": "op:a.b.default"}, 1]},
     "nested_target": {"args": [{"target": "py:os.system"}]},
     "placeholder_default": {"index": 0, "target": f"x={CODE}"},
     "placeholder_name": {"index": 0, "name": f"x={CODE}"},

@@ -145,6 +145,7 @@ def _checked(read: Callable[[], dict[str, Any]], what: str) -> Captured:
         LookupError,
         RuntimeError,
         StopIteration,
+        SyntaxError,  # of the code that torch.fx writes of a graph with operands that it cannot write
         TypeError,
         ValueError,
     ) as error:
