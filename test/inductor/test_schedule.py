@@ -1,6 +1,6 @@
 """Where starts and waits are placed; costs are given, so places are worked out by hand.
 
-A matrix product takes 10 ms, a gather 4, a scatter 6; the host issues in no time.
+A matrix product takes 10 ms, a gather 4, a scatter 6.
 """
 
 import copy
@@ -14,70 +14,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import (
-    live_bytes,
-    peak_bytes,
-)
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import (
-    HostCosts,
-    Interference,
-    RuntimeModel,
-)
-from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Timeline, simulate
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import live_bytes, peak_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import (
     collect,
     collective_kind,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.reorder import move_nodes
-from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import (
-    Limits,
-    Schedule,
-    plan_schedule,
-)
+from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
 from torch_patches._inductor.fx_passes.comm_overlap.passes.track import read_track
-from torch_patches._inductor.fx_passes.comm_overlap.passes.units import make_units
-from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind
 from torch_patches.testing.effect_ops import barrier
 from torch_patches.testing.graph_builder import GraphBuilder
+from torch_patches.testing.schedule_sketch import (
+    GROUPS,
+    MODEL,
+    Sketch,
+    plan,
+    run,
+    schedule,
+    text,
+    track_of,
+)
 from torch_patches.testing.spmd_interpreter import random_inputs, run_spmd
 
 aten = torch.ops.aten
-GROUPS = {"g": [[0, 1]], "h": [[0, 1]]}
-COSTS = {CollectiveKind.ALL_GATHER: 4.0, CollectiveKind.REDUCE_SCATTER: 6.0}
-FREE = Limits(peak_bytes=1 << 40, prefetch_kernels=None)
-
-
-def custom(node: fx.Node, size_bytes: int | None) -> float:
-    if node.target is aten.mm.default:
-        return 10.0
-    kind = collective_kind(node)
-    return 0.0 if kind is None else COSTS.get(kind, 5.0)
-
-
-MODEL = RuntimeModel(custom=custom, host=HostCosts(0, 0, 0, 0), interference=Interference(1.0, 1.0))
-
-
-class Sketch(GraphBuilder):
-    """A chain of matrix products over gathered weights, and scatters of gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.x = self.placeholder(8, 8)
-        self.results: list[fx.Node] = []
-
-    def weight(self, group: str = "g") -> fx.Node:
-        return self.gather_and_wait(self.placeholder(4, 8), 2, group)
-
-    def mm(self, left: fx.Node, right: fx.Node) -> fx.Node:
-        return self.call(aten.mm, left, right)
-
-    def scatter(self, source: fx.Node, group: str = "g") -> fx.Node:
-        """Its wait, which leaves the graph."""
-        self.results.append(self.scatter_and_wait(source, "sum", 2, group))
-        return self.results[-1]
-
-    def end(self, *outputs: fx.Node) -> fx.GraphModule:
-        return self.output(*outputs, *self.results)
 
 
 def layers(count: int) -> fx.GraphModule:
@@ -86,37 +45,6 @@ def layers(count: int) -> fx.GraphModule:
     for _ in range(count):
         h = s.mm(h, s.weight())
     return s.end(h)
-
-
-def plan(gm: fx.GraphModule, limits: Limits = FREE) -> Schedule:
-    skeleton = collect(gm.graph)
-    costs = MODEL.node_costs(gm.graph, skeleton)
-    track = read_track(list(gm.graph.nodes), skeleton, MODEL, costs, live_bytes(gm.graph))
-    return plan_schedule(track, make_units(track, ()), limits)
-
-
-def schedule(gm: fx.GraphModule, limits: Limits = FREE) -> Timeline:
-    """Schedules in place; the run afterwards."""
-    planned = plan(gm, limits)
-    moves = [(move.node, move.place) for move in planned.moves]
-    move_nodes(gm.graph, collect(gm.graph), moves)
-    gm.graph.lint()
-    gm.recompile()
-    return run(gm)
-
-
-def run(gm: fx.GraphModule) -> Timeline:
-    skeleton = collect(gm.graph)
-    return simulate(gm.graph.nodes, skeleton, MODEL, MODEL.node_costs(gm.graph, skeleton))
-
-
-def text(gm: fx.GraphModule) -> str:
-    """The order of starts, waits and compute: ``s0 w0 mm s1 ...``."""
-    starts = {c.start: f"s{c.index}" for c in collect(gm.graph).collectives}
-    waits = {w: f"w{c.index}" for c in collect(gm.graph).collectives for w in c.waits}
-    words = {**starts, **waits}
-    compute = {n: "mm" for n in gm.graph.nodes if n.target is aten.mm.default}
-    return " ".join({**words, **compute}[n] for n in gm.graph.nodes if n in words or n in compute)
 
 
 def test_gather_starts_under_the_compute_in_front_of_its_use() -> None:
@@ -314,9 +242,8 @@ def test_a_schedule_is_told_only_of_what_matters_to_it() -> None:
     h = s.mm(s.x, s.gather_and_wait(cast, 2, "g"))
     gathered = s.gather_and_wait(s.call(aten.relu, h), 2, "g")
     gm = s.end(s.mm(h, s.x), s.call(aten.t, gathered))
-    skeleton = collect(gm.graph)
-    costs = MODEL.node_costs(gm.graph, skeleton)
-    track = read_track(list(gm.graph.nodes), skeleton, MODEL, costs, live_bytes(gm.graph))
+    track = track_of(gm)
+    skeleton, costs = track.skeleton, track.costs
     moving = {node for c in skeleton.collectives for node in (c.start, *c.waits)}
     told = [track.order[place] for place, _ in track.events]
     compute = {n for n in costs if n not in moving} - {cast}

@@ -229,14 +229,21 @@ class Lanes:
     def start(self, launch: Launch) -> None:
         group, link = launch.collective.group, launch.link
         self.host += launch.host_ms
-        begin = max(self.now, self.group_free.get(group, 0.0))
-        link_free = self.link_free.get(link, 0.0)
-        begin += max(link_free - begin, 0.0) * self.model.interference.link_sharing
+        begin = self._begin(group, link)
         flight = _Flight(launch, begin, begin + launch.ms)
         self.group_free[group] = flight.end
-        self.link_free[link] = max(link_free, flight.end)
+        self.link_free[link] = max(self.link_free.get(link, 0.0), flight.end)
         self.flights[launch.collective.index] = flight
         insort(self.in_air, flight, key=_begin_of)
+
+    def _begin(self, group: str, link: Link) -> float:
+        begin = max(self.now, self.group_free.get(group, 0.0))
+        behind = max(self.link_free.get(link, 0.0) - begin, 0.0)
+        return begin + behind * self.model.interference.link_sharing
+
+    def would_end(self, launch: Launch) -> float:
+        """When a collective would end that is issued now."""
+        return self._begin(launch.collective.group, launch.link) + launch.ms
 
     def compute(self, node: fx.Node, cost: ComputeCost) -> None:
         ms, launches = cost

@@ -8,7 +8,8 @@ them (the timeline's lanes tell the time):
                           then, and the stream would stand idle otherwise.  Wait at first use.
     gradient reductions   start where they can; wait a while after they are done, which frees their
                           buffers, at the latest at the end, and earlier where memory is short.  One
-                          that another feeds starts when that is done.
+                          that another feeds starts when that is done; one that would delay others
+                          on its link starts behind the next of those (:mod:`.right_of_way`).
     all others            start where they stand, since they are on the critical path; wait at first
                           use.
 
@@ -28,6 +29,7 @@ import torch.fx as fx
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Lanes, Timeline
 from torch_patches._inductor.fx_passes.comm_overlap.passes.occupancy import Occupancy
+from torch_patches._inductor.fx_passes.comm_overlap.passes.right_of_way import RightOfWay
 from torch_patches._inductor.fx_passes.comm_overlap.passes.timing import (
     REDUCTION_MARGIN,
     Timing,
@@ -127,7 +129,7 @@ class _Scheduler:
         self.unit_of = {member.index: unit for unit in units for member in unit.members}
         gathers = sorted((u for u in units if u.gathers), key=self._queue_place)
         self.queue_place = {unit.index: place for place, unit in enumerate(gathers)}
-        self.latest = {} if timing is not None else latest_starts(track, gathers, units)
+        self.latest = latest_starts(track, gathers, units) if timing is None else {}
         self.opens = {unit.index: self._opens(unit) for unit in gathers}
         self.pending: dict[str, list[Unit]] = {}
         for unit in reversed(gathers):
@@ -141,6 +143,8 @@ class _Scheduler:
         self.done: dict[int, float] = {}  # of each that flies, when it is to be waited for
         self.first_done = _NEVER  # the least of these
         self.feeders = {unit.index: self._feeders(unit) for unit in units}
+        others = units if timing is None else ()  # else somebody has chosen what the links do when
+        self.right_of_way = RightOfWay(track, others, self.feeders, self.lanes, self.memory)
         self.fed: dict[int, list[Unit]] = {}
         for unit in units:
             for feeder in self.feeders[unit.index]:
@@ -209,6 +213,8 @@ class _Scheduler:
     def _enter_slot(self, place: int, upcoming_ms: float) -> None:
         memory = self.memory
         memory.note_live()
+        if self._is_crowded():
+            self._launch_waiting(place)
         if self.flying:
             self._collect_done(place)
         if self._start_due(place, upcoming_ms):
@@ -245,6 +251,9 @@ class _Scheduler:
             backlog = self.lanes.group_free.get(unit.group, 0.0) - self.lanes.now
             if backlog > upcoming_ms:
                 return False  # it would begin no earlier than if it were issued behind the kernel
+            if (other := self.right_of_way.gather_waits(unit, place)) is not None:
+                self.opens[unit.index] = other + 1
+                return False
         return self._fits(unit)
 
     def _fits(self, unit: Unit) -> bool:
@@ -335,6 +344,8 @@ class _Scheduler:
             for feeder in sorted(self.feeders[unit.index]):
                 self._collect(self.unit_of[feeder], place)
         self._launch_if_ready(place, unit)
+        for waiting in self.right_of_way.behind(place):
+            self._launch_if_ready(place + 1, waiting)
 
     def _launch_if_ready(self, place: int, unit: Unit) -> None:
         reached = self.reached.get(unit.index, 0) == len(unit.members)
@@ -342,6 +353,8 @@ class _Scheduler:
             return
         reduction = self._is_reduction(unit)
         if reduction:
+            if self.right_of_way.reduction_waits(unit, place, self.limits.peak_bytes):
+                return
             self._make_way(unit, place)
         if place != self.track.place[unit.members[0].start]:
             self.moves.extend(Move(member.start, place) for member in unit.members)
@@ -358,6 +371,11 @@ class _Scheduler:
             self._collect_down_to(self.limits.peak_bytes, place)
         elif len(unit.members) == 1:
             self._plan_late_wait(unit.members[0])
+
+    def _launch_waiting(self, place: int) -> None:
+        """Only what has been launched can make room."""
+        for unit in self.right_of_way.all():
+            self._launch_if_ready(place, unit)
 
     def _make_way(self, unit: Unit, place: int) -> None:
         """Waits for the oldest reductions where one more would be too much in flight."""
@@ -454,6 +472,7 @@ class _Scheduler:
         """The oldest ones, of one group if one is given, until no more lives in this slot."""
         if self.memory.live_bytes <= most_bytes:
             return
+        self._launch_waiting(place)
         for unit in self._collectable():
             if self.memory.live_bytes <= most_bytes:
                 break
