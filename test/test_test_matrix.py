@@ -37,10 +37,20 @@ def tool() -> ModuleType:
     return module
 
 
+@pytest.fixture
+def only_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreters find a torch that is its version: it is asked for nothing else, and takes seconds."""
+    stub = tmp_path / "stub" / "torch"
+    stub.mkdir(parents=True)
+    (stub / "__init__.py").write_text(f"__version__ = {str(torch.__version__)!r}")
+    monkeypatch.setenv("PYTHONPATH", str(stub.parent))
+
+
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
+@pytest.mark.usefixtures("only_a_version")
 def test_a_run_is_counted_and_its_row_replaces_the_last(tool: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "versions.md"
     other = tool.Row("2.0", "2.0.1", "3.9", 7, 0, 0, 1, "")
@@ -68,6 +78,7 @@ def test_what_cannot_be_made_is_no_success(tool: ModuleType, tmp_path: Path) -> 
     assert not out.exists()
 
 
+@pytest.mark.usefixtures("only_a_version")
 def test_the_newest_torch_is_not_run_twice(
     tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from torch._inductor import config as inductor_config
 import torch_patches
 from torch_patches import _hooks, config
 from torch_patches.backend import aot_eager_comm_overlap
+from torch_patches.testing.processes import run_program
 
 PREFIX = config.PREFIX
 
@@ -66,7 +65,7 @@ class Net(nn.Module):
 
 def run(model, **flags):
     torch._dynamo.reset(), counters.clear(), warnings.clear()
-    flags = {"max_memory_increase_ratio": 4.0, **flags}
+    flags = {"max_memory_increase_ratio": 4.0, "bucket_mode": "coalesced", **flags}
     options = {"aten_distributed_optimizations." + flag: value for flag, value in flags.items()}
     with torch._functorch.config.patch(enable_autograd_cache=False):
         torch.compile(model, options=options)(torch.ones(8, 8)).sum().backward()
@@ -124,16 +123,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
     }
     found = []
     for number in ("1", "2"):
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, number],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-        found.append([json.loads(line) for line in done.stdout.splitlines()])
+        output = run_program(PROGRAM, number, environment=environment, timeout_s=300)
+        found.append([json.loads(line) for line in output.splitlines()])
     return found
 
 

@@ -7,6 +7,8 @@
 The processes meet in a file, so no port can be taken.  A rank that fails, the deadline, and Ctrl-C
 end all of them at once; a rank whose parent is gone ends itself.
 
+    printed = run_program("import torch; print(1)", timeout_s=60)    # one process, no group
+
 On Linux each is a fork of one process that has imported torch, which takes longer than most of what
 ranks are asked for; it has the environment and the output of its parent at the time of the call.
 """
@@ -31,6 +33,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any
 
 Say = Callable[[str], None]
@@ -181,6 +184,36 @@ def run_ranks(
             run.end()
 
 
+def run_program(
+    code: str, *arguments: str, timeout_s: float, environment: Mapping[str, str] | None = None
+) -> str:
+    """What a program prints: as ``python -c code``, but torch and this package are imported already.
+
+    Args:
+        environment: that it runs in, ``PYTHONPATH`` included; this process's by default.
+
+    Raises:
+        RankFailed: it ended with an error (the text holds what it told), or took longer.
+    """
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        outputs = [Connection(os.dup(file.fileno()), readable=False) for file in (out, err)]
+        environ = dict(os.environ if environment is None else environment)
+        process = _context().Process(target=_program, args=(code, arguments, environ, outputs))
+        process.start()
+        for output in outputs:
+            output.close()
+        process.join(timeout_s)
+        ended = process.exitcode
+        if ended is None:
+            process.kill()
+            process.join()
+        out.seek(0)
+        err.seek(0)
+        if ended != 0:
+            raise RankFailed(f"the program ended with {ended}\n{err.read()}")
+        return out.read()
+
+
 def _context() -> Any:
     """How processes start; elsewhere than on Linux libraries do not stand a fork."""
     if sys.platform != "linux":
@@ -222,6 +255,26 @@ class _Place:
     timeout_s: float
 
 
+def _program(
+    code: str, arguments: Sequence[str], environment: dict[str, str], outputs: Sequence[Connection]
+) -> None:
+    _become(environment, outputs)
+    sys.argv = ["-c", *arguments]
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    exec(compile(code, "<string>", "exec"), main.__dict__)
+
+
+def _become(environment: dict[str, str], outputs: Sequence[Connection]) -> None:
+    """Takes the variables and the output of somebody else."""
+    os.environ.clear()
+    os.environ.update(environment)
+    for output, file in zip(outputs, _OUTPUTS, strict=True):
+        os.dup2(output.fileno(), file)
+        output.close()
+    gc.freeze()  # the imports, which would be looked through each time
+
+
 def _main(
     place: _Place,
     connection: Connection,
@@ -229,12 +282,7 @@ def _main(
     outputs: Sequence[Connection],
     work: bytes,
 ) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    for output, file in zip(outputs, _OUTPUTS, strict=True):
-        os.dup2(output.fileno(), file)
-        output.close()
-    gc.freeze()  # the imports, which would be looked through each time
+    _become(environment, outputs)
     # Ctrl-C reaches the whole terminal group; the parent handles it and ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_follow_parent, daemon=True).start()
