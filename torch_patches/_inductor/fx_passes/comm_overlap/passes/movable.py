@@ -65,7 +65,9 @@ def is_movable(collective: Collective) -> bool:
 
 def find_gathers(skeleton: Skeleton, place: Mapping[fx.Node, int]) -> list[Gather]:
     """Parameter gathers in order of use; linear in the graph."""
-    fixed = {node for pair in skeleton.order_dependencies for node in pair}
+    # What does no work only moves up: no further than to what it must stay behind.
+    ordered = {node for pair in skeleton.order_dependencies for node in pair}
+    fixed = {node for node in ordered if node not in skeleton.idle}
     behind: dict[fx.Node, int] = {}
     for before, after in skeleton.order_dependencies:
         behind[after] = max(behind.get(after, -1), place[before])
@@ -73,9 +75,7 @@ def find_gathers(skeleton: Skeleton, place: Mapping[fx.Node, int]) -> list[Gathe
         fixed.update((collective.start, *collective.waits))
     fences = sorted(place[b.node] for b in skeleton.barriers if b.kind is BarrierKind.EFFECT)
     found = [
-        _gather(
-            c, place, fixed, _bounds(fences, place[c.start], behind.get(c.start, -1)), skeleton.idle
-        )
+        _gather(c, place, fixed, _bounds(fences, place[c.start]), behind, skeleton.idle)
         for c in skeleton.collectives
         if c.kind is CollectiveKind.ALL_GATHER and c.traffic is Traffic.PARAMETER and is_movable(c)
     ]
@@ -87,15 +87,21 @@ def _gather(
     place: Mapping[fx.Node, int],
     fixed: set[fx.Node],
     bounds: tuple[int, int],
+    behind: Mapping[fx.Node, int],
     idle: Set[fx.Node],
 ) -> Gather:
-    """Args: ``bounds``: what the start must not pass, beyond what it needs."""
-    behind, before = bounds
+    """
+    Args:
+        bounds: what the start must not pass, beyond what it needs.
+        behind: the same of each node that mutations order.
+    """
+    first, before = bounds
     start = place[collective.start]
     preparation = _preparation(collective.start, place, fixed, idle)
     inside = {collective.start, *preparation}
     needed = [place[n] for node in inside for n in inputs_of(node) if n not in inside]
-    earliest = max(behind, *needed, -1) + 1
+    needed += [behind[node] for node in inside if node in behind]
+    earliest = max(first, *needed, -1) + 1
     use = min(place[wait] for wait in collective.waits)
     size = collective.size_bytes
     if any(not is_view(node) and node not in idle for node in preparation):
@@ -104,11 +110,10 @@ def _gather(
     return Gather(collective, preparation, earliest, start, use, min(use, before), size)
 
 
-def _bounds(fences: Sequence[int], place: int, behind: int) -> tuple[int, int]:
+def _bounds(fences: Sequence[int], place: int) -> tuple[int, int]:
     """The last of the sorted ``fences`` in front of ``place``, and the first one behind it."""
     index = bisect_left(fences, place)
-    before = fences[index - 1] if index else -1
-    return max(before, behind), fences[index] if index < len(fences) else sys.maxsize
+    return fences[index - 1] if index else -1, fences[index] if index < len(fences) else sys.maxsize
 
 
 def _preparation(
