@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_patches import config
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
@@ -118,6 +120,26 @@ def test_a_piece_leaves_out_what_is_waited_for_outside() -> None:
     piece = stretch(gm, 1, 6)
     assert [c.start.name for c in collect(piece.graph).collectives] == [second.args[0].name]
     execute(piece, Description())
+
+
+def test_a_constant_without_data_becomes_an_input_of_a_piece() -> None:
+    """A capture does not have its data; kept inside, all that is made of it would be without."""
+    b = GraphBuilder()
+    x = b.placeholder(2)
+    with b.fake_mode:
+        constant = torch.ones(2)
+    root = b.graph.owning_module = torch.nn.Module()
+    root.constant = constant
+    held = b.graph.get_attr("constant")
+    held.meta["val"] = constant
+    gathered = b.gather_and_wait(b.call(aten.add.Tensor, x, held), 2, "dp")
+    b.graph.output((b.call(aten.neg, gathered),))
+    gm = fx.GraphModule(root, b.graph)
+    piece = stretch(gm, 0, 4)
+    assert "get_attr" not in {node.op for node in piece.graph.nodes}
+    assert len(piece.graph.find_nodes(op="placeholder")) == 2
+    for result in execute(piece, Description()).results:
+        assert not any(isinstance(value, FakeTensor) for value in pytree.tree_leaves(result))
 
 
 # ---------------------------------------------------------------- flags

@@ -45,10 +45,12 @@ def stretch(gm: fx.GraphModule, begin: int, end: int) -> fx.GraphModule:
     """The nodes from the ``begin``-th to before the ``end``-th of those that are no inputs, as a
     graph of its own.
 
-    What it reads from outside becomes an input, what is read outside an output.  Collectives that
-    are not waited for inside are left out, and so are waits for collectives outside.
+    What it reads from outside becomes an input, and so do constants without data; what is read
+    outside becomes an output.  Collectives that are not waited for inside are left out, and so are
+    waits for collectives outside.
     """
     nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")][begin:end]
+    nodes = [n for n in nodes if n.op != "get_attr" or not _is_fake(gm, n)]
     chosen = set(nodes) - _half_inside(gm, set(nodes))
     nodes = [node for node in nodes if node in chosen]
     graph = fx.Graph()
