@@ -1,8 +1,9 @@
 """Finds the sizes of buckets for "auto": a walk from the best of a few, while it gets better.
 
-    default -> the dynamic program: better, and so few launches that fewer would not help?  A large
+    default -> copied, where the host is what limits?  All seeds are, if that is better.
+            -> the dynamic program: better, and so few launches that fewer would not help?  A large
                graph of one group is done then.
-    default, 100 MB, 400 MB, ... -> the best -> copied, where the host is what limits?
+    default, 100 MB, 400 MB, ... -> the best -> copied, or not?
                                                 twice as large? half?
                                                 only gathers? only reductions? only one key?
                                                 smaller at the ends?
@@ -124,7 +125,7 @@ class CapSearch:
         return list(self._ways.values())
 
     def _walk(self) -> None:
-        seeds = self._seeds()
+        seeds = self._formed(self._seeds())
         if not is_small(self._track) and self._settles_at_once(seeds[0]):
             return
         # Lazily: each of them counts before the next one is asked about.
@@ -143,11 +144,25 @@ class CapSearch:
                 if self._is_settled(best):
                     return
 
+    def _formed(self, seeds: list[Sizes]) -> list[Sizes]:
+        """All of them copied where the host limits and that makes the first one better: it can halve a
+        run, and the schedules might be used up before the walk comes to it."""
+        every = self._copying([tuple(range(len(self._is_gather)))])
+        copied = self._further(every[0], seeds[0]) if every else None
+        better = None if copied is None else self._better(copied, seeds[0])
+        if better is None:
+            return seeds
+        # The better one may be in less memory.
+        formed = [replace(seed, copied=better.copied) for seed in seeds]
+        return list(dict.fromkeys((*formed, better)))
+
     def _settles_at_once(self, seed: Sizes) -> bool:
         """All traffic is of one group, which the dynamic program knows best, and it does better by
         what the first seed has shown.  By what another one shows it seldom does better still, but
         where launches take long: their stops look like time to it, and it makes too many."""
         if len({collective.group for collective in self._track.skeleton.collectives}) > 1:
+            return False
+        if self._is_host_bound(seed):  # other forms can pay: schedules are left to them
             return False
         self._dynamic = DynamicSizes(self._track, self._options, self._limits, self._try(seed))
         found = self._further(Move(cuts=True, widens=True), seed)
