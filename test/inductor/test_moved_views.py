@@ -6,7 +6,10 @@ import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.reorder import move_nodes
+from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes.movable import Gather, find_gathers
+from torch_patches._inductor.fx_passes.comm_overlap.passes.schedule import Limits
+from torch_patches.testing import hiding_sketch
 from torch_patches.testing.schedule_sketch import Sketch, plan, schedule, text
 
 aten = torch.ops.aten
@@ -56,3 +59,33 @@ def test_nothing_moves_over_a_mutation_in_front(view: bool) -> None:
     moved = list(gm.graph.nodes)
     assert moved.index(order[writes[0]]) < moved.index(gather.collective.start)
     assert moved.index(gather.collective.start) < moved.index(order[writes[1]])
+
+
+def shared(view: bool) -> hiding_sketch.Sketch:
+    """A shard gathered in two groups, one of which merges with what starts behind a third group's."""
+    s = hiding_sketch.Sketch()
+    shard = s.placeholder(4, 8)
+    read = s.call(aten.alias, shard) if view else shard
+    first, other = s.all_gather(read, 2, "g"), s.all_gather(read, 2, "h")
+    third = s.start("k")
+    last = s.start("g")
+    hidden_by = s.mm()
+    for start in (first, last):
+        s.end(start, hidden_by)
+    s.end(other)
+    s.end(third)
+    return s
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+@pytest.mark.parametrize("limits", [None, Limits(1 << 40)], ids=["graph", "places"])
+@pytest.mark.parametrize("view", [False, True])
+def test_a_shared_view_does_not_move_down(
+    view: bool, limits: Limits | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the other gather that reads it would start behind the third group's, on one rank only."""
+    monkeypatch.setitem(hiding_sketch.GROUPS, "k", [[0, 1]])
+    s = shared(view)
+    outcome = hiding_sketch.bucket(s.done(), s.hiding, Options("topo_span"), limits)
+    assert outcome.buckets == [[0, 3]]
+    assert [c.group for c in collect(outcome.after.graph).collectives] == ["h", "k", "g"]

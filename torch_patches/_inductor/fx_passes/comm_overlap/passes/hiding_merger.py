@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch.fx as fx
@@ -18,7 +18,10 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.berths import (
     obstacle,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.passes.buckets import Merger
-from torch_patches._inductor.fx_passes.comm_overlap.passes.movable import find_gathers
+from torch_patches._inductor.fx_passes.comm_overlap.passes.movable import (
+    find_gathers,
+    preparation_moves,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.passes.room import Room, Surroundings
 from torch_patches._inductor.fx_passes.comm_overlap.passes.start_queue import Entry, StartQueue
 from torch_patches._inductor.fx_passes.comm_overlap.passes.units import copy_costs
@@ -100,20 +103,22 @@ class HidingMerger(Merger):
             kept = [node for node in interval.nodes if self._hold(interval.collective, node)]
             if kept:
                 self._hiding.setdefault(interval.collective.index, []).extend(kept)
+        self._idle = skeleton.idle
         self._room: Room | None = None
         self._model = model
         if surroundings is None:
             graph = self._collectives[0].start.graph if self._collectives else fx.Graph()
-            place = number_nodes(graph)
-            self._gathers = {g.collective.index: g for g in find_gathers(skeleton, place)}
-            berths = find_berths(self._collectives, place, self._gathers, self._hiding)
+            self._place: Mapping[fx.Node, int] = number_nodes(graph)
+            self._gathers = {g.collective.index: g for g in find_gathers(skeleton, self._place)}
+            berths = find_berths(self._collectives, self._place, self._gathers, self._hiding)
         else:
             track = surroundings.track
+            self._place = track.place
             self._model = model or track.model
             self._gathers = dict(track.gathers)
             berths = find_berths(
                 self._collectives,
-                track.place,
+                self._place,
                 self._gathers,
                 self._hiding,
                 surroundings.places,
@@ -289,8 +294,9 @@ class HidingMerger(Merger):
                 continue
             for member in bucket.members:
                 gather = self._gathers.get(member.index)
-                prepared = gather.preparation if gather is not None else ()
-                found += [(berth.start, 0, Move(node, berth.start)) for node in prepared]
+                if gather is not None:
+                    prepared = preparation_moves(gather, berth.start, self._place, self._idle)
+                    found += [(move.place, 0, move) for move in prepared]
             for member in bucket.members:
                 found.append((berth.start, 0, Move(member.start, berth.start)))
                 found += [(berth.wait, 1, Move(wait, berth.wait)) for wait in member.waits]

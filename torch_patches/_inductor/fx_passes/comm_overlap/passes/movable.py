@@ -17,6 +17,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.plan import (
     BarrierKind,
     Collective,
     CollectiveKind,
+    Move,
     RefusalReason,
     Skeleton,
     Traffic,
@@ -61,6 +62,16 @@ _STAYS = frozenset(
 def is_movable(collective: Collective) -> bool:
     """Whether a schedule may move its start or its waits."""
     return bool(collective.waits) and collective.refusal not in _STAYS
+
+
+def preparation_moves(
+    gather: Gather, start: int, place: Mapping[fx.Node, int], idle: Set[fx.Node]
+) -> list[Move]:
+    """Moves of what prepares a gather that starts in front of the place ``start``.
+
+    What does no work may serve others too, and other ranks lack it: it only moves up.
+    """
+    return [Move(n, min(start, place[n]) if n in idle else start) for n in gather.preparation]
 
 
 def find_gathers(skeleton: Skeleton, place: Mapping[fx.Node, int]) -> list[Gather]:

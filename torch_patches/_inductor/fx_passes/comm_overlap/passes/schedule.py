@@ -28,6 +28,7 @@ import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import ComputeCost
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.timeline import Lanes, Timeline
+from torch_patches._inductor.fx_passes.comm_overlap.passes.movable import preparation_moves
 from torch_patches._inductor.fx_passes.comm_overlap.passes.occupancy import Occupancy
 from torch_patches._inductor.fx_passes.comm_overlap.passes.right_of_way import RightOfWay
 from torch_patches._inductor.fx_passes.comm_overlap.passes.timing import (
@@ -275,11 +276,9 @@ class _Scheduler:
     def _start_gather(self, unit: Unit, place: int) -> None:
         use = self.track.slot[unit.use]
         for gather in unit.gathers:
+            idle = self.track.skeleton.idle
+            self.moves += preparation_moves(gather, place, self.track.place, idle)
             for node in gather.preparation:
-                # What does no work may serve others too: it only moves up.
-                idle = node in self.track.skeleton.idle
-                where = min(place, self.track.place[node]) if idle else place
-                self.moves.append(Move(node, where))
                 if node in self.track.costs:
                     self.lanes.compute(node, self.track.costs[node])
             own = self.track.slot[gather.use]
