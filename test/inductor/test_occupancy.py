@@ -1,5 +1,6 @@
 """Live bytes while a schedule is made, beside a table of all slots that is filled in full."""
 
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -38,6 +39,11 @@ def test_random_schedules(seed: int) -> None:
                 assert memory.full_slot(end, limit) == (full[0] if full else None)
                 free = max(limit - max([most[0], *most[: end - now]]), 0)
                 assert memory.free_bytes(end, limit) == free
+        at_most = [peaks[slot] + more[slot] for slot in range(SLOTS)]
+        for start, end in itertools.combinations(range(now, SLOTS + 1), 2):
+            for limit in range(12):
+                room = max(at_most[start:end]) <= limit
+                assert memory.is_room_for_long(range(start, end), limit, SLOTS) == room
 
 
 def test_work_is_counted_by_slots() -> None:

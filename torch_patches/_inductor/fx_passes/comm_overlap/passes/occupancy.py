@@ -25,6 +25,8 @@ class Occupancy:
     def __init__(self, track: Track) -> None:
         self._track, self._fixed = track, track.fixed_bytes
         self._change = [0] * (track.slots + 1)  # of extra_bytes, by a later slot than this one
+        self._coming = [0] * (track.slots + 1)  # bytes that will be occupied, by their first slot
+        self._coming_bytes = 0  # the sum of those of later slots
         self.slot = 0
         self.extra_bytes = 0
         self.held_bytes = 0
@@ -36,6 +38,7 @@ class Occupancy:
         while self.slot < slot:
             self.slot += 1
             self.extra_bytes += self._change[self.slot]
+            self._coming_bytes -= self._coming[self.slot]
 
     @property
     def live_bytes(self) -> int:
@@ -59,6 +62,8 @@ class Occupancy:
             self.extra_bytes += size_bytes
         else:
             self._change[first] += size_bytes
+            self._coming[first] += size_bytes
+            self._coming_bytes += size_bytes
         self._change[behind] -= size_bytes
 
     def full_slot(self, behind: int, limit_bytes: int) -> int | None:
@@ -72,11 +77,12 @@ class Occupancy:
         return self._full_slot(self.slot + 1, behind, limit_bytes)
 
     def _full_slot(self, first: int, behind: int, limit_bytes: int) -> int | None:
-        """The same for later slots, gathers that have started included."""
+        """The same for this slot, as it may fill up, or later ones; gathers that have started included."""
         extra = self.extra_bytes + sum(self._change[self.slot + 1 : first])
         for slot in range(first, behind):
             self.operations += 1
-            extra += self._change[slot]
+            if slot > self.slot:
+                extra += self._change[slot]
             if self._track.peak_bytes[slot] + extra > limit_bytes:
                 return slot
         return None
@@ -85,7 +91,8 @@ class Occupancy:
         """The same, looked at slot by slot only where no more than ``near`` of them are asked for;
         else by the highest slot behind."""
         self.operations += 1
-        if self._track.peak_behind[over.start] + self.extra_bytes <= limit_bytes:
+        most = self._track.peak_behind[over.start] + self.extra_bytes + self._coming_bytes
+        if most <= limit_bytes:
             return True
         if len(over) > near:
             return False
