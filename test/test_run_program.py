@@ -1,7 +1,9 @@
 """``run_program``: a program in a fork of the process that has imported torch."""
 
 import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,9 +31,33 @@ assert __name__ == "__main__"
         ("raise ValueError('wrong')", r"ended with 1\n(.|\n)*ValueError: wrong"),
         ("import sys; sys.exit(3)", "ended with 3"),
         ("import os; os._exit(9)", "ended with 9"),
-        ("import time; time.sleep(99)", "ended with None"),
+        ("import time; time.sleep(99)", r"ended with None\n(.|\n)*<string>"),
     ],
 )
 def test_an_end_that_is_none_is_told(code: str, told: str) -> None:
     with pytest.raises(RankFailed, match=told):
         run_program(code, timeout_s=60 if "sleep" not in code else 2)
+
+
+def test_an_interrupt_ends_it(tmp_path: Path) -> None:
+    """This process would wait for it at its own end."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    told = tmp_path / "pid"
+    code = """
+import os, signal, sys, time
+open(sys.argv[1], "w").write(str(os.getpid()))
+time.sleep(1)  # by then it is waited for
+os.kill(int(sys.argv[2]), signal.SIGUSR1)
+time.sleep(99)
+"""
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_program(code, str(told), str(os.getpid()), timeout_s=60)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.read_text()), 0)

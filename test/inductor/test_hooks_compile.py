@@ -382,9 +382,12 @@ def sources(tmp_path: Path) -> Path:
     return tmp_path / "sources"
 
 
-def start(script: str, sources: Path, cache: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(
+    script: str, sources: Path, cache: Path, *arguments: str, hash_seed: str = "random"
+) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
+        "PYTHONHASHSEED": hash_seed,
         "PYTHONPATH": str(sources),
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "OMP_NUM_THREADS": "1",
@@ -418,30 +421,42 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 
-def step(x, *parameters):
-    for p in parameters:
-        x = x @ funcol.all_gather_tensor_autograd(p, 0, dist.group.WORLD)
-    return x
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (torch.nn.Parameter(torch.ones(4, 8)) for _ in range(2))
 
-compiled = torch.compile(
-    step, options={"aten_distributed_optimizations.bucketing_mode": "topo_span"}
+    def forward(self, x):
+        for p in self.first, self.second:
+            x = x @ funcol.all_gather_tensor_autograd(p, 0, dist.group.WORLD)
+        return x
+
+compiled = torch.compile(  # names are in the key of this mode
+    torch.nn.Sequential(Block(), Block()),
+    options={"aten_distributed_optimizations.bucketing_mode": "transformer_block",
+             "aten_distributed_optimizations.max_memory_increase_ratio": 4.0},
 )
-parameters = [torch.ones(4, 8, requires_grad=True) for _ in range(2)]
-compiled(torch.ones(8, 8), *parameters).sum().backward()
+compiled(torch.ones(8, 8)).sum().backward()
 print(
     counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"] > 0,
     counters["inductor"]["fxgraph_cache_miss"],
     counters["inductor"]["comm_overlap_buckets"],
+    hash("text"),
 )
 """
 
 
 def test_second_process_hits(sources: Path, tmp_path: Path) -> None:
     """Graphs with buckets in them; 2.12's AOTAutograd cache leaves graphs with collectives out, its
-    FX-graph cache does not."""
-    assert output_of(start(SECOND_PROCESS, sources, tmp_path)) == "False 2 2\n"
-    hit, misses, _ = output_of(start(SECOND_PROCESS, sources, tmp_path)).split()
-    assert (hit, misses) == ("True", "0")
+    FX-graph cache does not.  New processes, not forks of one as in other tests of the cache: those
+    have one hash seed, and one address for what had been imported."""
+    first, second = (
+        output_of(start(SECOND_PROCESS, sources, tmp_path, hash_seed=seed)).split()
+        for seed in ("1", "2")
+    )
+    assert first[:3] == ["False", "2", "4"]
+    assert second[:2] == ["True", "0"]
+    assert first[3] != second[3]
 
 
 GENERATED_CODE = """

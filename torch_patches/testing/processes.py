@@ -11,6 +11,10 @@ end all of them at once; a rank whose parent is gone ends itself.
 
 On Linux each is a fork of one process that has imported torch, which takes longer than most of what
 ranks are asked for; it has the environment and the output of its parent at the time of the call.
+
+Forks share what that process had: the hash seed, the addresses of what it had imported, and what torch
+read from the environment while it was imported.  They share nothing compiled.  So two forks do not
+show that a cache key is equal in all processes (``test_hooks_compile.py`` starts new ones).
 """
 
 from __future__ import annotations
@@ -190,7 +194,9 @@ def run_program(
     """What a program prints: as ``python -c code``, but torch and this package are imported already.
 
     Args:
-        environment: that it runs in, ``PYTHONPATH`` included; this process's by default.
+        timeout_s: seconds until it is ended; shortly before, it tells its stacks.
+        environment: that it runs in, ``PYTHONPATH`` included; this process's by default.  Variables
+            that are read by an import of torch, or by the interpreter's start, come too late.
 
     Raises:
         RankFailed: it ended with an error (the text holds what it told), or took longer.
@@ -198,13 +204,16 @@ def run_program(
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         outputs = [Connection(os.dup(file.fileno()), readable=False) for file in (out, err)]
         environ = dict(os.environ if environment is None else environment)
-        process = _context().Process(target=_program, args=(code, arguments, environ, outputs))
+        arguments_of_process = (code, arguments, environ, outputs, timeout_s)
+        # No daemon: those may have no children, and Inductor's compiles do.
+        process = _context().Process(target=_program, args=arguments_of_process)
         process.start()
         for output in outputs:
             output.close()
-        process.join(timeout_s)
-        ended = process.exitcode
-        if ended is None:
+        try:
+            process.join(timeout_s)
+            ended = process.exitcode
+        finally:  # after Ctrl-C as well: this process would wait for it at its own end
             process.kill()
             process.join()
         out.seek(0)
@@ -256,9 +265,14 @@ class _Place:
 
 
 def _program(
-    code: str, arguments: Sequence[str], environment: dict[str, str], outputs: Sequence[Connection]
+    code: str,
+    arguments: Sequence[str],
+    environment: dict[str, str],
+    outputs: Sequence[Connection],
+    timeout_s: float,
 ) -> None:
     _become(environment, outputs)
+    _end_in_time(timeout_s)
     sys.argv = ["-c", *arguments]
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     main = sys.modules["__main__"] = ModuleType("__main__")
@@ -285,10 +299,7 @@ def _main(
     _become(environment, outputs)
     # Ctrl-C reaches the whole terminal group; the parent handles it and ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_follow_parent, daemon=True).start()
-    stacks_after_s = place.timeout_s - _STACKS_BEFORE_DEADLINE_S
-    if stacks_after_s > 0:
-        faulthandler.dump_traceback_later(stacks_after_s, file=2)  # the descriptor
+    _end_in_time(place.timeout_s)
     try:
         target, arguments = pickle.loads(work)
         _join_group(place)
@@ -301,6 +312,13 @@ def _main(
     # A rank that is gone fails those that still connect to it, so the parent ends all together; no
     # group is torn down, which would wait for the others.
     threading.Event().wait()
+
+
+def _end_in_time(timeout_s: float) -> None:
+    """Ends with the parent, and tells its stacks shortly before the parent ends it."""
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    stacks_after_s = max(timeout_s - _STACKS_BEFORE_DEADLINE_S, timeout_s / 2)
+    faulthandler.dump_traceback_later(stacks_after_s, file=2)  # the descriptor
 
 
 def _follow_parent() -> None:

@@ -1,5 +1,5 @@
 """Builds the patterns that Inductor looks for in joint graphs, which each rank would build at its first
-compile.  Nothing of ours is imported: a rank imports that in its own environment."""
+compile.  Nothing of ours is imported: each rank does that itself."""
 
 import torch
 from torch._inductor.fx_passes import joint_graph
