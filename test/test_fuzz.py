@@ -55,16 +55,17 @@ def test_a_fixed_seed(examples: Examples, tmp_path: Path) -> None:
 
 
 def test_a_fresh_seed(examples: Examples, tmp_path: Path, capsys: Any) -> None:
-    """A minute of new examples; the seed is printed, and runs again with tools/fuzz.py --seed."""
+    """A minute of new examples; what runs them again is printed."""
     seed = random.SystemRandom().randrange(10**9)
-    with capsys.disabled():
-        print(f"\nfuzz: python tools/fuzz.py --seed {seed} --captures (those of {__file__})")
+    again = f"python tools/fuzz.py --seed {seed} --captures {' '.join(map(str, CAPTURES))}"
+    with capsys.disabled():  # stderr, since nobody sees what a worker of xdist prints
+        print(f"\nfuzz: {again}", file=sys.stderr)
     campaign = _tool().Campaign(seed, LANES, examples, tmp_path)
     start, number = time.monotonic(), 0
     while time.monotonic() - start < 60:
         campaign.run(number)
         number += 1
-    assert not campaign.tally.failures, f"seed {seed}: {campaign.tally}"
+    assert not campaign.tally.failures, f"{again}\n{campaign.tally}"
     assert number >= 3
 
 
@@ -105,7 +106,13 @@ def test_a_fault_of_a_check_is_counted_and_does_not_end_the_campaign(
 def test_the_exit_code_tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tool = _tool()
     arguments = ["--lanes", "augmented", "--examples", "2", "--out", str(tmp_path)]
+    arguments += ["--captures", *map(str, CAPTURES)]
+    taken: list[Path] = []
+    monkeypatch.setattr(
+        tool, "Examples", lambda files, tags: taken.extend(files) or Examples(files)
+    )
     assert tool.main(arguments) == 0
+    assert taken == CAPTURES
 
     def wrong(scenario: Any) -> None:
         raise fuzzing.augmented.Mismatch("planted")

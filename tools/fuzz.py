@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.getLogger("torch_patches").setLevel(logging.ERROR)  # what flags warn of is asked for
     logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)  # what is no program
-    captures = sorted(options.captures.glob("*.json.gz"))
+    captures = [file for path in options.captures for file in _captures(path)]
     campaign = Campaign(options.seed, options.lanes, Examples(captures, options.tags), options.out)
     start = reported = time.monotonic()
     number = options.first
@@ -100,6 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if tally.failures else 0
 
 
+def _captures(path: Path) -> list[Path]:
+    return sorted(path.glob("*.json.gz")) if path.is_dir() else [path]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -116,7 +120,13 @@ def _parser() -> argparse.ArgumentParser:
         default=list(TAGS),
         help="what generated graphs tell of their collectives; default: each in some graphs",
     )
-    parser.add_argument("--captures", type=Path, default=CAPTURES, help="folder of captured graphs")
+    parser.add_argument(
+        "--captures",
+        type=Path,
+        nargs="+",
+        default=[CAPTURES],
+        help="captured graphs, or folders of them; an example depends on which there are",
+    )
     parser.add_argument("--out", type=Path, default=Path("fuzz_failures"))
     return parser
 
