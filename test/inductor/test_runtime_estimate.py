@@ -315,7 +315,7 @@ def test_custom_estimation_comes_first_and_none_leaves_it_to_the_model() -> None
     assert "H100" in model.describe() and "custom" in model.describe()
 
 
-@pytest.mark.parametrize("given", [-1.0, float("nan"), float("inf"), "3", True])
+@pytest.mark.parametrize("given", [-1.0, float("nan"), float("inf"), 10**400, "3", True])
 def test_custom_estimation_that_is_no_time_raises(given: object) -> None:
     gm = gather_under_mm()
     model = RuntimeModel(custom=lambda node, size: given)  # type: ignore[arg-type,return-value]

@@ -200,6 +200,8 @@ def test_the_mark_is_above_a_fifth(estimated: float, measured: float, off: bool,
         (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "ts": 1, "dur": 1}]}', "no kernels"),
         (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": "1", "dur": 1}, 7, null]}', "no kernels"),
         (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1, "dur": -1e400}]}', "no kernels"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1, "dur": NaN}]}', "no kernels"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1, "dur": 1' + b"0" * 400 + b"}]}", "no kernels"),
     ],
 )  # fmt: skip
 def test_damaged_files_are_an_error(content: bytes, message: str, tmp_path: Path) -> None:

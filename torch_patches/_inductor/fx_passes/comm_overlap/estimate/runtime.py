@@ -16,7 +16,7 @@ through a table's file, which is one for all ranks.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
@@ -211,7 +211,7 @@ class RuntimeModel:
         if given is None:
             return None
         is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
-        if not is_number or not math.isfinite(given) or given < 0:
+        if not is_number or not 0 <= given <= sys.float_info.max:
             raise EstimationError(
                 f"custom_runtime_estimation returned {given!r} for {node.target}; return "
                 f"milliseconds (a number >= 0) or None"
