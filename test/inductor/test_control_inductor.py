@@ -285,9 +285,9 @@ def test_values_with_buffer_reuse(one_rank, function):
     """Matmuls only, so the code runs without C++ kernels."""
     inputs = arguments()
     results = []
-    for dependencies in (False, True):
+    for dependencies, peak in ((False, True), (True, True), (True, False)):
         torch._dynamo.reset()
-        with config.patch(flags(dependencies=dependencies, peak=True)), torch.no_grad():
+        with config.patch(flags(dependencies=dependencies, peak=peak)), torch.no_grad():
             result, _ = run_and_get_code(torch.compile(function, fullgraph=True), *inputs)
         results.append(result)
     for values in results:
