@@ -317,7 +317,7 @@ def _main(
 def _end_in_time(timeout_s: float) -> None:
     """Ends with the parent, and tells its stacks shortly before the parent ends it."""
     threading.Thread(target=_follow_parent, daemon=True).start()
-    stacks_after_s = max(timeout_s - _STACKS_BEFORE_DEADLINE_S, timeout_s / 2)
+    stacks_after_s = max(timeout_s - _STACKS_BEFORE_DEADLINE_S, timeout_s / 4)
     faulthandler.dump_traceback_later(stacks_after_s, file=2)  # the descriptor
 
 
