@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collective_kind
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import traits_of
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK, tag_of
 from torch_patches.testing.graph_builder import Group
 
@@ -18,6 +20,8 @@ def builder_code(gm: fx.GraphModule) -> list[str]:
     lines = ["b = GraphBuilder(FakeTensorMode(shape_env=ShapeEnv()))"]
     symbols: dict[str, str] = {}
     for node in gm.graph.nodes:
+        if _is_written_in_its_wait(node):
+            continue
         if node.op == "placeholder":
             lines.append(f"{node.name} = {_placeholder(node, symbols)}")
         elif node.op == "output":
@@ -27,7 +31,18 @@ def builder_code(gm: fx.GraphModule) -> list[str]:
     return [*lines, *_metadata(gm.graph)]
 
 
-IMPORTS = ("import torch", "from torch_patches.testing.program import *")
+IMPORTS = ("from torch_patches.testing.program import *",)
+
+
+def _is_written_in_its_wait(node: fx.Node) -> bool:
+    """A start with a wait right behind it, and nothing to say of it: both are one line."""
+    said = {"desc", "nn_module_stack", "fwd_nn_module_stack", TAG_MARK}
+    return (
+        collective_kind(node) is not None
+        and list(node.users) == [node.next]
+        and traits_of(node.next.target).is_wait
+        and said.isdisjoint(node.meta)
+    )
 
 
 def _metadata(graph: fx.Graph) -> Iterator[str]:
@@ -90,7 +105,9 @@ def _target(target: Any) -> str:
 def _text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_text(item) for item in value)}]"
-    return value.name if isinstance(value, fx.Node) else repr(value)
+    if not isinstance(value, fx.Node):
+        return repr(value)
+    return _call(value) if _is_written_in_its_wait(value) else value.name
 
 
 __all__ = ["IMPORTS", "Group", "builder_code"]
