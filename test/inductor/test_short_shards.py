@@ -242,6 +242,21 @@ def test_a_parameter_counts_as_an_even_share_up_to_the_input(make) -> None:
     assert {counted[shard] for shard in shards} == {FULL * WIDTH * 4}
 
 
+@pytest.mark.parametrize("part_first", [True, False])
+def test_a_shard_and_a_part_of_it_count_as_the_shard_with_views_and_without(
+    part_first: bool,
+) -> None:
+    """Both are gathered together; a view between decided which of them told how large the shard is."""
+    for padded in (False, True):
+        b = GraphBuilder()
+        shard = b.placeholder(4, 4)
+        whole = b.call(aten.constant_pad_nd, shard, [0, 0]) if padded else shard
+        payloads = [b.call(aten.slice.Tensor, b.call(aten.reshape, shard, [16]), 0, 0, 4), whole]
+        waits = b.all_gather_coalesced(payloads[:: 1 if part_first else -1], 2, "g")
+        gm = b.output(*map(b.wait, waits))
+        assert shared_shard_bytes(collect(gm.graph))[shard] == 16 * 4, padded
+
+
 def test_a_gradient_counts_as_a_share_where_it_is_scattered_and_whole_where_it_is_not() -> None:
     b = Rank(1)
     scattered = b.reduced(b.call(aten.mm, b.h, b.h))

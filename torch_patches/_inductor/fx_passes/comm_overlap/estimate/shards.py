@@ -128,22 +128,28 @@ def _set(node: fx.Node, count: int, result: dict[fx.Node, int]) -> None:
 
 
 def _count_sources(payloads: list[tuple[fx.Node, int]], result: dict[fx.Node, int]) -> None:
-    """What payloads of one collective are made from element by element, up to the graph's inputs."""
-    seen = {payload for payload, _ in payloads}
-    pending = payloads[::-1]
+    """What payloads of one collective are made from element by element, up to the graph's inputs.
+
+    What several payloads are made from counts as the most of them says: views that only some ranks
+    have would decide whose word is the first.
+    """
+    most: dict[fx.Node, int] = {}
+    pending = sorted(payloads, key=lambda payload: payload[1])  # largest first: few are seen twice
     while pending:
         node, count = pending.pop()
-        _set(node, count, result)
+        if most.get(node, -1) >= count:
+            continue
+        most[node] = count
         if node.op != "call_function" or not _is_by_element(node):
             continue
         inputs = data_inputs(node)
         elements = _elements(node) if len(inputs) > 1 else 0
         for source in inputs:
-            if source not in seen:
-                seen.add(source)
-                # The parts that are copied into a bucket are even, and scales are no shards.
-                same = len(inputs) == 1 or _elements(source) == elements
-                pending.append((source, count if same else _elements(source)))
+            # The parts that are copied into a bucket are even, and scales are no shards.
+            same = len(inputs) == 1 or _elements(source) == elements
+            pending.append((source, count if same else _elements(source)))
+    for node, count in most.items():
+        _set(node, count, result)
 
 
 def _is_by_element(node: fx.Node) -> bool:
