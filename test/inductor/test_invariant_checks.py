@@ -115,6 +115,16 @@ def test_an_illegal_input_is_told_from_a_failure() -> None:
         check_invariants(gm, Description(), COPY)
 
 
+def test_attention_that_reads_beyond_its_operands_is_no_input() -> None:
+    """On a CPU its values change from one run to the next."""
+    b = GraphBuilder()
+    q = b.placeholder((2, 8, 8, 2), dtype=torch.bfloat16, stride=(128, 1, 16, 8))
+    attention = aten._scaled_dot_product_flash_attention_for_cpu
+    gm = b.output(b.getitem(b.call(attention, q, q, q, 0.0, True), 0))
+    with pytest.raises(CaseError, match="beyond its operands"):
+        check_invariants(gm, Description(), COPY)
+
+
 def test_swapped_getitems_change_values(monkeypatch: Patch) -> None:
     """Coalesced members of equal shape, handed out the wrong way round."""
     original = emit_coalesced.emit_coalesced

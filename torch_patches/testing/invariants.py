@@ -83,10 +83,21 @@ def find_violation(
 def execute_input(gm: fx.GraphModule, description: Description, trusted: bool) -> Execution:
     """What the input graph gives; ``CaseError`` where it is illegal by itself."""
     try:
+        _check_attention(gm)
         _check_legal(gm, trusted=gm if trusted else None)
         return execute(gm, description)
     except Exception as error:
         raise CaseError(f"the input graph is illegal: {error}") from error
+
+
+def _check_attention(gm: fx.GraphModule) -> None:
+    """torch's fused attention on a CPU takes the last dimension of its operands for dense, whatever
+    the stride: its result is then what happens to lie in memory."""
+    for node in gm.graph.nodes:
+        if "flash_attention_for_cpu" in str(node.target):
+            vals = [n.meta["val"] for n in node.all_input_nodes]
+            if any(v.stride()[-1] != 1 for v in vals if isinstance(v, torch.Tensor) and v.dim()):
+                raise ValueError(f"{node.name} reads beyond its operands")
 
 
 @contextmanager
