@@ -257,6 +257,15 @@ def test_a_shard_and_a_part_of_it_count_as_the_shard_with_views_and_without(
         assert shared_shard_bytes(collect(gm.graph))[shard] == 16 * 4, padded
 
 
+def test_a_shard_counts_once_in_a_bucket_of_two_gathers_of_it_with_a_view_and_without() -> None:
+    for viewed in (False, True):
+        b = GraphBuilder()
+        shard = b.placeholder(4, 4)
+        again = b.call(aten.view, shard, [4, 4]) if viewed else shard
+        gm = b.output(b.gather_and_wait(b.call(aten.cat, [shard, again]), 2, "g"))
+        assert shared_shard_bytes(collect(gm.graph))[shard] == 16 * 4, viewed
+
+
 def test_a_gradient_counts_as_a_share_where_it_is_scattered_and_whole_where_it_is_not() -> None:
     b = Rank(1)
     scattered = b.reduced(b.call(aten.mm, b.h, b.h))

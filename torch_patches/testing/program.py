@@ -6,6 +6,7 @@ from torch_patches.testing.program import *
 import operator as operator
 
 import torch as torch
+from torch import device as device
 from torch._functorch._aot_autograd.descriptors import *  # noqa: F403
 from torch._subclasses import FakeTensorMode as FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv

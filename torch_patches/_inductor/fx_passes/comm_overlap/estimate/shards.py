@@ -143,13 +143,20 @@ def _count_sources(payloads: list[tuple[fx.Node, int]], result: dict[fx.Node, in
         if node.op != "call_function" or not _is_by_element(node):
             continue
         inputs = data_inputs(node)
-        elements = _elements(node) if len(inputs) > 1 else 0
+        alone = len(inputs) == 1 and not _reads_twice(node, inputs[0])
+        elements = 0 if alone else _elements(node)
         for source in inputs:
             # The parts that are copied into a bucket are even, and scales are no shards.
-            same = len(inputs) == 1 or _elements(source) == elements
+            same = alone or _elements(source) == elements
             pending.append((source, count if same else _elements(source)))
     for node, count in most.items():
         _set(node, count, result)
+
+
+def _reads_twice(node: fx.Node, source: fx.Node) -> bool:
+    """A bucket of gathers of one shard; where a view stands in front of one of them, it reads two."""
+    joined = node.args[0]
+    return isinstance(joined, (list, tuple)) and joined.count(source) > 1
 
 
 def _is_by_element(node: fx.Node) -> bool:
