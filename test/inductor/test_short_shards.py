@@ -12,6 +12,7 @@ import torch.fx as fx
 
 import torch_patches
 from torch_patches._inductor.fx_passes.comm_overlap import pipeline
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.fusion import memory_traffic
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import make_model
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.shards import shared_shard_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.forecast import forecast
@@ -264,6 +265,40 @@ def test_a_shard_counts_once_in_a_bucket_of_two_gathers_of_it_with_a_view_and_wi
         again = b.call(aten.view, shard, [4, 4]) if viewed else shard
         gm = b.output(b.gather_and_wait(b.call(aten.cat, [shard, again]), 2, "g"))
         assert shared_shard_bytes(collect(gm.graph))[shard] == 16 * 4, viewed
+
+
+def joined_with_itself(viewed: bool) -> fx.GraphModule:
+    """A cast that is gathered together with itself, and one that is not."""
+    b = Rank(FULL)
+    low = b.call(aten._to_copy, b.shard(), dtype=torch.bfloat16)
+    again = b.call(aten.view, low, [FULL, WIDTH]) if viewed else low
+    payloads = [b.call(aten.cat, [low, again])]
+    payloads.append(b.call(aten._to_copy, b.shard(), dtype=torch.bfloat16))
+    return b.output(*(b.gather(payload) for payload in payloads))
+
+
+@pytest.mark.parametrize("form", ["default", "coalesced"])
+def test_what_is_joined_with_itself_is_no_pad_with_a_view_and_without(form: str) -> None:
+    reports = [
+        torch_patches.optimize_graph(joined_with_itself(viewed), bucket_mode=form)
+        for viewed in (False, True)
+    ]
+    assert [len(report.buckets) for report in reports] == [1, 1]
+    assert reports[0].total_ms_after == reports[1].total_ms_after
+
+
+def test_what_is_joined_with_itself_is_no_view_of_it() -> None:
+    found = []
+    for viewed in (False, True):
+        b = Rank(FULL)
+        doubled = b.call(aten.mul.Tensor, b.shard(), 2.0)
+        again = b.call(aten.view, doubled, [FULL, WIDTH]) if viewed else doubled
+        both = b.call(aten.cat, [doubled, again])
+        last = b.call(aten.neg, both)
+        idle = {both, again} - {doubled}
+        traffic = memory_traffic(b.output(last).graph, idle)
+        found.append([traffic[doubled], traffic[last]])
+    assert found[0] == found[1]
 
 
 def test_a_gradient_counts_as_a_share_where_it_is_scattered_and_whole_where_it_is_not() -> None:

@@ -28,7 +28,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     op_name,
     traits_of,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import data_inputs
+from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import only_data
 
 _FUSIBLE_NAMES = frozenset(
     {
@@ -209,8 +209,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     source = first_argument(node)
     if isinstance(source, fx.Node):
         return source
-    data = data_inputs(node)  # of a cat with constants
-    return data[0] if len(data) == 1 else None
+    return only_data(node)  # of a cat with constants
 
 
 def _root(node: fx.Node, parent: dict[fx.Node, fx.Node]) -> fx.Node:

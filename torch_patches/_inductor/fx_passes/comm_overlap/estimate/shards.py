@@ -30,6 +30,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import decision_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import (
     data_inputs,
+    only_data,
     passes_through,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
@@ -143,7 +144,7 @@ def _count_sources(payloads: list[tuple[fx.Node, int]], result: dict[fx.Node, in
         if node.op != "call_function" or not _is_by_element(node):
             continue
         inputs = data_inputs(node)
-        alone = len(inputs) == 1 and not _reads_twice(node, inputs[0])
+        alone = only_data(node) is not None
         elements = 0 if alone else _elements(node)
         for source in inputs:
             # The parts that are copied into a bucket are even, and scales are no shards.
@@ -151,12 +152,6 @@ def _count_sources(payloads: list[tuple[fx.Node, int]], result: dict[fx.Node, in
             pending.append((source, count if same else _elements(source)))
     for node, count in most.items():
         _set(node, count, result)
-
-
-def _reads_twice(node: fx.Node, source: fx.Node) -> bool:
-    """A bucket of gathers of one shard; where a view stands in front of one of them, it reads two."""
-    joined = node.args[0]
-    return isinstance(joined, (list, tuple)) and joined.count(source) > 1
 
 
 def _is_by_element(node: fx.Node) -> bool:

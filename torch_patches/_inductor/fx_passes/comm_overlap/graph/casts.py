@@ -21,7 +21,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     op_name,
     reads_only_shape,
 )
-from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import data_inputs
+from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import only_data
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +63,6 @@ def passed_on(node: fx.Node) -> fx.Node | None:
     source: object = None
     if is_view(node) or op_name(node.target) == "constant_pad_nd":
         source = first_argument(node)
-    elif op_name(node.target) == "cat" and len(data := data_inputs(node)) == 1:
-        source = data[0]
+    elif op_name(node.target) == "cat":
+        source = only_data(node)
     return source if isinstance(source, fx.Node) else None

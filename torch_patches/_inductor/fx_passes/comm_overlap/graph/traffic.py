@@ -59,6 +59,19 @@ def data_inputs(node: fx.Node) -> list[fx.Node]:
     return [n for n in inputs if not _is_constant(n)] or inputs
 
 
+def only_data(node: fx.Node) -> fx.Node | None:
+    """The one tensor whose data a node is given, once; None where it is given several.
+
+    A tensor that is joined to itself is several: a view in front of one of them makes it two.
+    """
+    inputs = data_inputs(node)
+    if len(inputs) != 1:
+        return None
+    joined = node.args[0] if node.args else None
+    twice = isinstance(joined, (list, tuple)) and joined.count(inputs[0]) > 1
+    return None if twice else inputs[0]
+
+
 def _is_constant(node: fx.Node) -> bool:
     while not makes_constant(node):
         inputs = inputs_of(node)
