@@ -233,6 +233,38 @@ def test_search_ends_after_some_nodes(between: int, expected: list[str]) -> None
     assert paths_of(b.output(b.reduce_and_wait(node, "sum", "g"))) == [expected]
 
 
+def gradient_of_two(rank: str) -> fx.GraphModule:
+    """neg -> [view or pad] -> add -> all-reduce, beside it mm -> add: who is nearer?"""
+    b = GraphBuilder()
+    x = b.placeholder((8, 8))
+    far = named(b.call(aten.neg.default, x), "first")
+    near = named(b.call(aten.mm.default, x, x), "second")
+    if rank == "view":
+        far = b.call(aten.view.default, far, [8, 8])
+    elif rank == "pad":
+        far = b.call(aten.constant_pad_nd.default, far, [0, 0])
+    elif rank == "zeros":
+        far = b.call(aten.cat.default, [far, b.call(aten.new_zeros.default, far, [0, 8])])
+    total = b.call(aten.add.Tensor, far, near)
+    return b.output(b.reduce_and_wait(total, "sum", "g"))
+
+
+@pytest.mark.parametrize("rank", ["plain", "view", "pad", "zeros"])
+def test_what_only_some_ranks_have_is_no_step_of_the_way(rank: str) -> None:
+    assert paths_of(gradient_of_two(rank)) == [["first"]]
+
+
+@pytest.mark.parametrize("rank", ["plain", "view", "pad"])
+def test_what_two_gathers_share_speaks_for_neither_padded_or_not(rank: str) -> None:
+    b = GraphBuilder()
+    payload = named(b.call(aten._to_copy.default, b.placeholder((4, 8)), dtype=torch.half), "a")
+    if rank == "view":
+        payload = b.call(aten.view.default, payload, [4, 8])
+    elif rank == "pad":
+        payload = b.call(aten.constant_pad_nd.default, payload, [0, 0])
+    assert paths_of(b.output(*(b.gather_and_wait(payload, 2, "g") for _ in range(2)))) == [[], []]
+
+
 # -- roots ----------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.graph.casts import passed_on
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    inputs_of,
     is_view,
     reads_only_shape,
     wrapped_node,
@@ -53,8 +55,10 @@ _PATTERN_CHARACTERS = re.compile(r"[\s*+,\[\]]")
 _NO_CLASS = frozenset({"torch.nn.Module", "torch.nn.modules.module.Module"})
 # Nodes asked around a start that knows no module: keeps the search linear.
 _MAX_NEIGHBOURS = 16
-# Views that a search looks through; they do not count as nodes asked.
+# Views and pads that a search looks through; they do not count as nodes asked.
 _MAX_VIEWS = 256
+# Inputs of what pads: one and some zeros.
+_MAX_PADDED = 4
 
 
 class ModuleStackError(ValueError):
@@ -318,19 +322,24 @@ def _nodes_around(collective: Collective) -> Iterator[fx.Node]:
 
 
 def _above(start: fx.Node, only_preparing: bool) -> Iterator[fx.Node]:
-    """Nodes that ``start`` is made of, nearest first; only those that nobody else reads, or all."""
-    pending, seen, known = list(data_inputs(start)), {start}, 0
-    for node in pending:
-        if known == _MAX_NEIGHBOURS or len(seen) > _MAX_VIEWS:
+    """Nodes that ``start`` is made of, nearest first; only those that nobody else reads, or all.
+
+    Views and pads are no steps of the way: a rank with one more would ask in another order.
+    """
+    pending, seen, known, passed = list(data_inputs(start)), {start}, 0, 0
+    for given in pending:
+        node = given
+        while passed <= _MAX_VIEWS and (source := _same_data(node)) is not None:
+            node, passed = source, passed + 1
+        if known == _MAX_NEIGHBOURS or passed > _MAX_VIEWS:
             return
         if node in seen or node.op != "call_function":
             continue
         if only_preparing and (len(_readers([node])) > 1 or not passes_through(node)):
             continue
         seen.add(node)
-        if not is_view(node):
-            known += 1
-            yield node
+        known += 1
+        yield node
         pending.extend(data_inputs(node))
 
 
@@ -352,15 +361,21 @@ def _below(waits: Sequence[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _readers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Users of ``nodes``, those of their views in the place of the views: a rank may have views that
-    others have not."""
+    """Users of ``nodes``, those of their views and pads in the place of these: a rank may have some
+    that others have not."""
     pending, found = list(nodes), dict[fx.Node, None]()
     for _ in range(_MAX_VIEWS):
         if not pending:
             break
-        for user in pending.pop().users:
-            if is_view(user):
+        node = pending.pop()
+        for user in node.users:
+            if is_view(user) or _same_data(user) is node:
                 pending.append(user)
             elif not reads_only_shape(user):
                 found[user] = None
     return list(found)
+
+
+def _same_data(node: fx.Node) -> fx.Node | None:
+    """What ``node`` is a view of or pads; of what joins many, nobody asks."""
+    return passed_on(node) if len(inputs_of(node)) <= _MAX_PADDED else None
