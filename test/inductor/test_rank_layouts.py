@@ -38,6 +38,15 @@ def halved(x: torch.Tensor) -> torch.Tensor:
 halved.register_fake(torch.empty_like)
 
 
+@torch.library.custom_op("torch_patches_test::averaged", mutates_args=())
+def averaged(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Reads two tensors."""
+    return (x + y) / 2
+
+
+averaged.register_fake(lambda x, y: torch.empty_like(x))
+
+
 def decisive(b, *outputs):
     """What plans read of each collective."""
     return [
@@ -245,6 +254,35 @@ class TestChains:
                 part = b.getitem(b.call(aten.split.Tensor, cut_rows(b, x, 1), 1), 0)
                 x = b.call(aten.cat, [part, b.call(aten.full, [1, 2], 0.0)])
             return decisive(b, b.scatter_and_wait(x, "sum", 2, "shard"))
+
+        assert rank(True) == rank(False)
+        assert rank(True)[1][-1] == 0
+
+
+class TestReadTwice:
+    """An op that reads one tensor twice, and one that reads it and a view of it."""
+
+    @pytest.mark.parametrize("op", [aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor])
+    def test_a_gradient_times_itself(self, op):
+        def rank(viewed):
+            b = GraphBuilder()
+            x = b.scatter_and_wait(b.placeholder(4, 2), "sum", 2, "g")
+            return decisive(b, b.call(op, x, b.call(aten.alias, x) if viewed else x))
+
+        assert rank(True) == rank(False)
+        assert rank(True)[0][1] is Traffic.GRADIENT
+
+    def test_somebodys_op_between_two_gathers(self):
+        def rank(viewed):
+            b = GraphBuilder()
+            inner = b.all_gather(b.placeholder(2, 2), 2, "inner")
+            x = b.wait(inner)
+            again = b.call(aten.alias, x) if viewed else x
+            both = b.call(torch.ops.torch_patches_test.averaged, x, again)
+            outer = b.all_gather(both, 2, "outer")
+            for start in (inner, outer):
+                tag(start, Traffic.PARAMETER)
+            return decisive(b, b.wait(outer))
 
         assert rank(True) == rank(False)
         assert rank(True)[1][-1] == 0

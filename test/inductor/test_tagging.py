@@ -239,6 +239,8 @@ def straight_through_clamp(s: DescribedGraph, wait: fx.Node) -> fx.Node:
         lambda s, wait: s.call(aten.add.Tensor, s.input(X, 4, 8), wait),
         lambda s, wait: s.reduce(wait),
         lambda s, wait: s.call(aten.neg, wait),
+        lambda s, wait: s.call(aten.maximum, wait, wait),
+        lambda s, wait: s.call(aten.maximum, wait, s.call(aten.view, wait, [4, 8])),
         straight_through_clamp,
     ],
     ids=[
@@ -249,6 +251,8 @@ def straight_through_clamp(s: DescribedGraph, wait: fx.Node) -> fx.Node:
         "accumulated",
         "HSDP",
         "negated",
+        "read twice",
+        "read twice through a view",
         "straight-through clamp",
     ],
 )

@@ -22,6 +22,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     reads_only_shape,
     tensors_of,
     traits_of,
+    viewed_node,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import has_symbols
 from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import (
@@ -117,8 +118,10 @@ def _carries(node: fx.Node) -> bool:
         return True
     if traits.namespace is None or traits.is_mutable:
         return False
-    # an op of somebody else over one tensor: its quantisation
-    return traits.is_pointwise or (traits.namespace != "aten" and len(data_inputs(node)) == 1)
+    if traits.is_pointwise:
+        return True
+    # an op of somebody else over one tensor, perhaps viewed twice: its quantisation
+    return traits.namespace != "aten" and len({viewed_node(n) for n in data_inputs(node)}) == 1
 
 
 def is_scaling(node: fx.Node) -> bool:

@@ -90,16 +90,16 @@ def is_overwritten(node: fx.Node, user: fx.Node) -> bool:
 
 
 def finishes_gradient(node: fx.Node) -> bool:
-    """May stand between a gradient's reduction and the output: also scaling by a number or an
-    input, adding another gradient (accumulation, a tied parameter), and writing it over what it was
+    """May stand between a gradient's reduction and the output: also scaling by a number, itself or
+    an input, adding another gradient (accumulation, a tied parameter), and writing it over what it was
     made from, as DDP's reducer does."""
     if passes_through(node):
         return True
     traits = traits_of(node.target)
     name = traits.name if traits.namespace == "aten" else None
     if name in ("mul", "div"):
-        inputs = inputs_of(node)
-        return len(inputs) == 1 or any(viewed_node(n).op == "placeholder" for n in inputs)
+        sources = {viewed_node(n) for n in inputs_of(node)}
+        return len(sources) == 1 or any(n.op == "placeholder" for n in sources)
     return name == "add" or name in _OVERWRITES
 
 

@@ -35,6 +35,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     op_namespace,
     reads_only_shape,
     traits_of,
+    viewed_node,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.tags import TAG_MARK, tag_of
 from torch_patches._inductor.fx_passes.comm_overlap.graph.traffic import (
@@ -266,8 +267,10 @@ def _finishes(node: fx.Node, gradient: fx.Node, origins: Mapping[fx.Node, _Origi
     prepared the parameter, element by element and with nothing but parameters and constants."""
     if finishes_gradient(node):
         return True
-    others = [n for n in inputs_of(node) if has_tensor(n) and n is not gradient]
-    return _is_aten(node) and _prepares(node) and all(n in origins for n in others)
+    if not (_is_aten(node) and _prepares(node)):
+        return False
+    others = [n for n in inputs_of(node) if has_tensor(n) and n not in origins]
+    return all(viewed_node(n) is viewed_node(gradient) for n in others)
 
 
 def _reduced(
