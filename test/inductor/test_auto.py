@@ -24,11 +24,17 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import col
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.passes import auto, choice
 from torch_patches._inductor.fx_passes.comm_overlap.passes.auto import GIB, Way, memory_limits
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Plan, RefusalReason
+from torch_patches._inductor.fx_passes.comm_overlap.plan import (
+    CollectiveKind,
+    Plan,
+    RefusalReason,
+    Traffic,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.report import Report
 from torch_patches.testing.effect_ops import barrier
 from torch_patches.testing.estimations import ESTIMATIONS
 from torch_patches.testing.graph_builder import GraphBuilder
+from torch_patches.testing.schedule_sketch import COSTS, FREE, Sketch, track_of
 from torch_patches.testing.spmd_interpreter import random_inputs, run_spmd
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
@@ -67,6 +73,27 @@ def test_bandwidth_bound_graph_keeps_gathers_apart_and_hides_them() -> None:
     assert report.exposed_ms_before == pytest.approx(6 * 6.35, rel=0.01)
     assert report.collectives_after == {"all_gather": 6}
     assert report.exposed_ms_after == pytest.approx(6.35 + 5 * 0.35, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("gather_ms", "behind", "first_is_faster"), [(45.0, 2, True), (25.0, 3, False)]
+)
+def test_activations_wait_for_a_gather_only_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, gather_ms: float, behind: int, first_is_faster: bool
+) -> None:
+    """Two products, a reduced activation, so many products, the last of which needs the gather: it is
+    hidden neither in front nor behind."""
+    monkeypatch.setitem(COSTS, CollectiveKind.ALL_GATHER, gather_ms)
+    s = Sketch()
+    h = s.mm(s.mm(s.x, s.x), s.x)
+    h = s.scatter_and_wait(s.call(aten.relu, h), "sum", 2, "h")
+    for _ in range(behind - 1):
+        h = s.mm(h, s.x)
+    best = auto.try_ways(track_of(s.end(s.mm(h, s.weight()))), AUTO, FREE)[0]
+    waited_ms = {s.collective.traffic: s.exposed_ms for s in best.schedule.timeline.spans}
+    assert (waited_ms[Traffic.OTHER] > 6.0) == first_is_faster
+    assert best.name.endswith(", giving way") != first_is_faster
+    assert best.schedule.timeline.total_ms == (71.0 if first_is_faster else 61.0)
 
 
 def test_latency_bound_graph_is_merged() -> None:

@@ -4,6 +4,7 @@ Costs as in test_schedule.py: a matrix product takes 10 ms, a gather 4, a scatte
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -131,6 +132,21 @@ def test_a_gather_starts_in_front_where_it_would_be_late_behind(
     gm = one_gather(2)
     schedule(gm)
     assert text(gm).index("s0") < text(gm).index("s1")
+
+
+def test_a_gather_that_nothing_hides_gives_way_where_limits_say_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(COSTS, CollectiveKind.ALL_GATHER, 45.0)
+    waited_ms = []
+    for limits in (FREE, replace(FREE, gathers_give_way=True)):
+        planned = plan(one_gather(2), limits)
+        assert planned.delays_others is not limits.gathers_give_way
+        waited_ms.append({s.collective.traffic: s.exposed_ms for s in planned.timeline.spans})
+    assert waited_ms == [
+        {Traffic.PARAMETER: 0.0, Traffic.OTHER: 31.0},
+        {Traffic.PARAMETER: 35.0, Traffic.OTHER: 6.0},
+    ]
 
 
 def test_places_that_somebody_has_chosen_stay() -> None:

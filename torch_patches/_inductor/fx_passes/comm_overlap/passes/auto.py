@@ -38,6 +38,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.passes.ways import (
     Way,
     badness,
     is_small,
+    reschedule,
     schedule_way,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.plan import (
@@ -100,6 +101,11 @@ def try_ways(track: Track, options: Options, limits: Limits) -> list[Way]:
         wide = replace(options, bucket_cap_mb=float(LARGEST_MB)) if free else options
         plan = merge_after_schedule(graph, track, alone.schedule, wide, limits)
         ways.append(schedule_way("after schedule", plan, track, limits))
+    best = min(ways, key=lambda way: badness(way, limits))
+    if best.schedule.delays_others:
+        strict = replace(limits, gathers_give_way=True)
+        # First, since it is taken if it is as good.
+        ways.insert(0, reschedule(track, replace(best, name=f"{best.name}, giving way"), strict))
     return sorted(ways, key=lambda way: badness(way, limits))
 
 

@@ -7,8 +7,9 @@ behind that one instead:
     kernels     mm0       mm1       mm2                    mm0   mm1       mm2
     link        [reduction 0   ][all-gather]         ->          [all-gather][reduction 0   ]
 
-A gather gives way where the compute behind still hides it, a reduction once: one longer than what lies
-between two such starts would not start before the end.
+A gather gives way where the compute behind still hides it; where nothing does, compute waits for one of
+the two, and both are tried (:func:`~.auto.try_ways`).  A reduction gives way once: one longer than what
+lies between two such starts would not start before the end.
 """
 
 from __future__ import annotations
@@ -36,13 +37,17 @@ class RightOfWay:
         feeders: Mapping[int, Set[int]],
         lanes: Lanes,
         memory: Occupancy,
+        strict: bool = False,
     ) -> None:
         """
         Args:
             units: of the track; all but gathers and reductions stay where they are.
             feeders: index of a unit -> indices of reductions that it reduces further.
             lanes, memory: of the schedule, as far as it has come.
+            strict: gathers give way also where nothing hides them then.
         """
+        self._strict = strict
+        self.is_delayed = False  # by a gather
         self._track, self._lanes, self._memory = track, lanes, memory
         self._fences = sorted(track.place[fence] for fence in track.fences)
         self._starts: dict[Link, list[tuple[int, Unit]]] = {}  # of units that stay, in order
@@ -73,13 +78,16 @@ class RightOfWay:
         return True
 
     def gather_waits(self, unit: Unit, place: int) -> int | None:
-        """Place of the start behind which one that could start in front of ``place`` is hidden too, and
-        does not delay that start; None where there is none."""
+        """Place of the start behind which one that could start in front of ``place`` is hidden too, or
+        goes all the same, and does not delay that start; None where there is none."""
         other = self._start_in_the_way(unit, place)
         if other is None or other >= unit.latest:
             return None
         before = self._track.compute_before
-        return other if before[unit.use] - before[other] >= unit.launch.ms else None
+        if self._strict or before[unit.use] - before[other] >= unit.launch.ms:
+            return other
+        self.is_delayed = True
+        return None
 
     def _start_in_the_way(self, unit: Unit, place: int) -> int | None:
         """Place of the next start on its link, if the unit would still be in flight then."""

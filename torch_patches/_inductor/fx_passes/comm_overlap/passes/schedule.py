@@ -21,7 +21,7 @@ placed as one (:class:`~.units.Unit`).  Linear in the graph, times the slots tha
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.fx as fx
@@ -59,13 +59,14 @@ class Limits:
         peak_bytes: live bytes that no place may exceed because of a move.
         in_flight_bytes: outputs of gathers that have started and are not used yet, and payloads of
             reductions that are not waited for yet; None for no bound.
-        prefetch_kernels: kernels between the start of a gather and its first use; None for no
-            bound.
+        prefetch_kernels: kernels from the start of a gather to its first use; None for no bound.
+        gathers_give_way: also those that nothing hides then (:mod:`.right_of_way`).
     """
 
     peak_bytes: int
     in_flight_bytes: int | None = None
     prefetch_kernels: int | None = 50
+    gathers_give_way: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +80,7 @@ class Schedule:
         operations: counted work.
         short: index of a unit of gathers that could not start where its timing wanted -> bytes that
             were free there until its use.
+        delays_others: a gather may delay what has right of way.
     """
 
     moves: tuple[Move, ...]
@@ -86,6 +88,7 @@ class Schedule:
     peak_bytes: int
     operations: int
     short: Mapping[int, int] = field(default_factory=dict)
+    delays_others: bool = False
 
 
 def plan_schedule(
@@ -94,20 +97,19 @@ def plan_schedule(
     """Places every start and wait of a graph.
 
     Args:
-        units: all collectives of the graph (:func:`~.units.make_units`); buckets of gathers must
-            have a place between the inputs of all and the first use of one.
+        units: all collectives (:func:`~.units.make_units`); buckets of gathers must have a place
+            between the inputs of all and the first use of one.
         timing: of all gathers and reductions; the limits hold all the same.
     """
     scheduler = _Scheduler(track, units, limits, timing)
     scheduler.run()
-    timeline = scheduler.lanes.finish([unit.launch for unit in units])
-    memory = scheduler.memory
     return Schedule(
         moves=tuple(scheduler.moves),
-        timeline=timeline,
-        peak_bytes=memory.peak_bytes,
-        operations=scheduler.operations + memory.operations,
+        timeline=scheduler.lanes.finish([unit.launch for unit in units]),
+        peak_bytes=scheduler.memory.peak_bytes,
+        operations=scheduler.operations + scheduler.memory.operations,
         short=scheduler.short,
+        delays_others=scheduler.right_of_way.is_delayed,
     )
 
 
@@ -135,7 +137,6 @@ class _Scheduler:
         self.pending: dict[str, list[Unit]] = {}
         for unit in reversed(gathers):
             self.pending.setdefault(unit.group, []).append(unit)
-        self.queues = list(self.pending.values())
         self.started: set[int] = set()
         self.used: set[int] = set()  # gathers that were waited for, others that will be later
         self.awaited: set[int] = set()  # others that were waited for where the input does
@@ -145,7 +146,8 @@ class _Scheduler:
         self.first_done = _NEVER  # the least of these
         self.feeders = {unit.index: self._feeders(unit) for unit in units}
         others = units if timing is None else ()  # else somebody has chosen what the links do when
-        self.right_of_way = RightOfWay(track, others, self.feeders, self.lanes, self.memory)
+        strict = limits.gathers_give_way
+        self.right_of_way = RightOfWay(track, others, self.feeders, self.lanes, self.memory, strict)
         self.fed: dict[int, list[Unit]] = {}
         for unit in units:
             for feeder in self.feeders[unit.index]:
@@ -156,8 +158,7 @@ class _Scheduler:
     def _queue_place(self, unit: Unit) -> tuple[float, ...]:
         """In order of use, or as a timing has them; between the side effects that none may pass.
 
-        Of those that one kernel waits for, the longest comes first: where there is room for one
-        only, it hides more.
+        Of those that one kernel waits for the longest comes first: it hides more if one has room.
         """
         segment = bisect_left(self.fence_places, unit.latest)
         wanted = self.timing.starts[unit.index] if self.timing is not None else 0
@@ -226,10 +227,10 @@ class _Scheduler:
     def _start_due(self, place: int, upcoming_ms: float) -> bool:
         """Starts the gathers whose time has come, in order of use; whether there were any."""
         started = False
-        queues = self.queues
+        queues: Collection[list[Unit]] = self.pending.values()
         if len(queues) > 1:
-            queues = [pending for pending in queues if pending]
-            queues.sort(key=lambda pending: self.queue_place[pending[-1].index])
+            waiting = [pending for pending in queues if pending]
+            queues = sorted(waiting, key=lambda pending: self.queue_place[pending[-1].index])
         for pending in queues:
             while pending and self._is_due(pending[-1], place, upcoming_ms):
                 self._start_gather(pending.pop(), place)
@@ -392,8 +393,8 @@ class _Scheduler:
         if use is None:
             return
         size = collective.size_bytes
-        last = max(track.place[wait] for wait in collective.waits)
-        over = range(track.slot[last] + 1, track.slot[use] + 1)
+        last = max(track.slot[track.place[wait]] for wait in collective.waits)
+        over = range(last + 1, track.slot[use] + 1)
         limit = self.limits.peak_bytes - size - self.memory.held_bytes
         bound = self.limits.in_flight_bytes
         if not over or (bound is not None and self.in_flight > bound):
