@@ -8,6 +8,10 @@ implementation compiles its own copy with equal weights and trains it on equal d
 
     none            torch.compile, no pass
     torch           torch's own overlap scheduling and bucketing (its default flags)
+    torch_bucket_reorder    one bucket of all, and its older pass that moves starts and waits
+    torch_manual    its bucketing by modules, called as a pass
+    fsdp2, fsdp2_compile    FSDP2's wrapper, eager or each block compiled
+    ddp, ddp_compile        DDP's wrapper under autocast, eager or compiled
     MODE            ours with that bucketing_mode
     MODE+FLAG...    the same with flags of ours on: fuse (both chained fusions), keep
                     (keep_gathered_parameters, 2 GB), agree (cross_rank_check), graphs (torch's
@@ -31,7 +35,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,34 +43,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
+from _bench_implementations import NotApplicableError, Workload, flags_of, make_model
 from _bench_profile import device_times
-from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
 
 import torch_patches
-from torch_patches.testing.models import Llama, ModelConfig
-from torch_patches.testing.parallelize import (
-    fully_shard_simple,
-    replicate_simple,
-    tensor_parallel,
-)
+from torch_patches.testing.models import ModelConfig, MoEConfig
 
-PREFIX = "aten_distributed_optimizations."
-GPUS_PER_NODE = 8
 PROFILED_STEPS = 2
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model and how it is spread; see ``parallelise``."""
-
-    model: ModelConfig
-    strategy: str
-    batch: int
-    seq: int
 
 
 def _llama(layers: int, dim: int, seq: int, vocab: int = 32000) -> ModelConfig:
@@ -74,6 +59,9 @@ def _llama(layers: int, dim: int, seq: int, vocab: int = 32000) -> ModelConfig:
     return ModelConfig(layers=layers, dim=dim, heads=dim // 128, vocab=vocab, max_seq=seq)
 
 
+_MOE = MoEConfig(
+    layers=6, dim=2048, heads=16, vocab=32000, max_seq=2048, experts=16, capacity_factor=1.25
+)
 WORKLOADS: dict[str, Workload] = {
     "2b_fsdp": Workload(_llama(8, 4096, 2048), "fsdp", 1, 2048),
     "small_fsdp": Workload(_llama(16, 1024, 1024), "fsdp", 2, 1024),
@@ -81,64 +69,15 @@ WORKLOADS: dict[str, Workload] = {
     "ddp": Workload(_llama(8, 2048, 1024), "ddp", 1, 1024),
     "hsdp": Workload(_llama(8, 2048, 2048), "hsdp", 1, 2048),
     "2b_fsdp_tp": Workload(_llama(8, 4096, 4096), "tp", 1, 4096),
-}
-FLAGS: dict[str, dict[str, object]] = {
-    "fuse": {"fuse_chained_all_gathers": True, "fuse_chained_reduce_scatters": True},
-    "keep": {"keep_gathered_parameters": True, "max_memory_increase_gb": 2.0},
-    "agree": {"cross_rank_check": "agree"},
+    "moe": Workload(_MOE, "moe", 2, 2048),
 }
 
 
-def flags_of(implementation: str) -> dict[str, object]:
-    """Entries of Inductor's config."""
-    mode, *extra = implementation.split("+")
-    if "graphs" in extra:
-        rest = "+".join([mode, *(name for name in extra if name != "graphs")])
-        return {**flags_of(rest), "triton.cudagraphs": True}
-    if mode == "torch":
-        return {PREFIX + "enable_overlap_scheduling": True, PREFIX + "collective_bucketing": True}
-    flags: dict[str, object] = {"bucketing_mode": mode, "gpus_per_node": GPUS_PER_NODE}
-    for name in extra:
-        flag, given, value = name.partition("=")
-        flags.update({flag: _value_of(value)} if given else FLAGS[name])
-    return {PREFIX + name: value for name, value in flags.items()}
-
-
-def _value_of(text: str) -> object:
-    """A number, or what else JSON writes without quotes; any other text as it is."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-def parallelise(model: nn.Module, strategy: str, device: str) -> None:
-    ranks, low = dist.get_world_size(), torch.bfloat16
-    two = {"hsdp": ("replicate", "shard"), "s0s0": ("outer", "inner")}
-    if strategy in two:
-        mesh = init_device_mesh(device, (2, ranks // 2), mesh_dim_names=two[strategy])
-        first = Replicate() if strategy == "hsdp" else Shard(0)
-        fully_shard_simple(model, mesh, mp_dtype=low, placements=(first, Shard(0)))
-        return
-    if strategy == "tp":
-        mesh = init_device_mesh(device, (ranks // 2, 2), mesh_dim_names=("shard", "tensor"))
-        tensor_parallel(model, mesh["tensor"])
-        fully_shard_simple(model, mesh["shard"], mp_dtype=low)
-        return
-    mesh = init_device_mesh(device, (ranks,))
-    if strategy == "ddp":
-        replicate_simple(model, mesh, mp_dtype=low)
-    else:
-        fully_shard_simple(model, mesh, mp_dtype=low)
-
-
-def make_step(workload: Workload, device: torch.device) -> Callable[[], torch.Tensor]:
+def make_step(
+    workload: Workload, implementation: str, device: torch.device
+) -> Callable[[], torch.Tensor]:
     """A whole training step; returns its loss, not waited for."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = Llama(workload.model)
-    parallelise(model, workload.strategy, device.type)
-    compiled: Any = torch.compile(model, fullgraph=True)
+    model = make_model(workload, implementation, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     # The ranks of a tensor-parallel group see the same tokens.
     part = dist.get_rank() // (2 if workload.strategy == "tp" else 1)
@@ -148,7 +87,7 @@ def make_step(workload: Workload, device: torch.device) -> Callable[[], torch.Te
     targets = tokens.roll(-1, dims=1)
 
     def step() -> torch.Tensor:
-        loss = compiled(tokens, targets)
+        loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -175,7 +114,7 @@ def measure(
     kept = _folder_of(options, name, implementation)
     flags = {**flags_of(implementation), "force_disable_caches": True}
     with config.patch(flags), _captured(kept):
-        step = make_step(workload, device)
+        step = make_step(workload, implementation, device)
         started = time.perf_counter()
         losses = [step()]
         synchronize(device)
@@ -198,6 +137,7 @@ def measure(
         "lowest_ms": round(min(times), 3),
         "highest_ms": round(max(times), 3),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if is_cuda else 0.0,
+        "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 3) if is_cuda else 0.0,
         "first_step_s": round(first_s, 1),
         **measured,
         "losses": [round(float(loss), 6) for loss in losses],
@@ -249,7 +189,7 @@ def measured(
     """The same, or what kept an implementation from compiling, which is the same on all ranks."""
     try:
         return measure(name, implementation, options, device)
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except (torch._dynamo.exc.TorchDynamoException, NotApplicableError) as error:
         return {"workload": name, "implementation": implementation, "error": str(error)[:300]}
 
 
@@ -268,9 +208,13 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     options.workloads_by_name = dict(WORKLOADS)
     if options.tiny:
-        tiny = ModelConfig(layers=2)
+        small: dict[type, ModelConfig] = {
+            ModelConfig: ModelConfig(layers=2),
+            MoEConfig: MoEConfig(layers=2),
+        }
         options.workloads_by_name = {
-            name: replace(w, model=tiny, batch=2, seq=32) for name, w in WORKLOADS.items()
+            name: replace(w, model=small[type(w.model)], batch=2, seq=32)
+            for name, w in WORKLOADS.items()
         }
     return options
 
