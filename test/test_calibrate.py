@@ -114,7 +114,8 @@ def test_two_ranks_agree_and_the_file_loads(tmp_path: Path) -> None:
     assert [rates.dtype for rates in table.matmul] == [torch.float32]
     assert table.dram_gb_per_s and table.kernel_issue_us and table.collective_issue_us
     assert table.coalesced_member_issue_us is not None and table.wait_issue_us is not None
-    assert table.compute_slowdown is None  # on a CPU compute and network share the cores
+    # On a CPU compute and network share the cores.
+    assert table.compute_slowdown is None and table.loaded_launch_us is None
     assert dict(table.about)["backend"] == "gloo"
 
 

@@ -47,9 +47,8 @@ def lower_bound(graph: fx.Graph, skeleton: Skeleton, model: RuntimeModel) -> Low
     Takes (collectives^2 * compute nodes) multiplications and (collectives * nodes) bits: a second
     for 10,000 nodes and 700 collectives.
     """
-    costs = {
-        n: c.ms for n, c in model.node_costs(graph, replace(skeleton, idle=frozenset())).items()
-    }
+    known = model.node_costs(graph, replace(skeleton, idle=frozenset()))
+    model, costs = model.beside(known), {n: c.ms for n, c in known.items()}
     table = _Table.of(graph, skeleton, costs, model)
     groups = {c.group for c in skeleton.collectives}
     within = [table.heaviest([c for c in skeleton.collectives if c.group == g]) for g in groups]

@@ -74,9 +74,8 @@ def floor_of(graph: fx.Graph, skeleton: Skeleton, model: RuntimeModel) -> Floor:
 
     Takes (jobs^2 * thresholds) multiplications for each lane: seconds for 5,000 kernels.
     """
-    costs = {
-        n: c.ms for n, c in model.node_costs(graph, replace(skeleton, idle=frozenset())).items()
-    }
+    known = model.node_costs(graph, replace(skeleton, idle=frozenset()))
+    model, costs = model.beside(known), {n: c.ms for n, c in known.items()}
     edge = edge_nodes(graph)
     jobs = _Jobs.of(graph, skeleton, {n: ms for n, ms in costs.items() if n not in edge}, model)
     slowdown = max(model.interference.compute_slowdown, 1.0)

@@ -101,7 +101,8 @@ def simulated(graph: fx.Graph, model: RuntimeModel, *, uncorrected: bool = False
     costs = dict(model.node_costs(graph, replace(skeleton, idle=frozenset())))
     if not uncorrected:
         costs |= torch_scheduler.copies_in(costs, model)
-    return Simulated(skeleton, costs, simulate(graph.nodes, skeleton, model, costs))
+    run = simulate(graph.nodes, skeleton, model.beside(costs), costs)
+    return Simulated(skeleton, costs, run)
 
 
 def measure(done: Planned, model: RuntimeModel) -> dict[str, Any]:

@@ -61,6 +61,7 @@ def gather_table(*ms: float) -> CalibrationTable:
         coalesced_member_issue_us=3.0,
         wait_issue_us=4.0,
         compute_slowdown=1.5,
+        loaded_launch_us=60.0,
     )
 
 
@@ -229,14 +230,17 @@ def gather_graph(group_size: int = 4) -> fx.Graph:
 def test_custom_before_table_before_formula(table: CalibrationTable) -> None:
     (gather,) = collect(gather_graph()).collectives
     assert gather.size_bytes == 4000
-    plain = RuntimeModel()
-    with_table = RuntimeModel(table=table)
+    quiet = Interference(launch_us=0.0)
+    plain = RuntimeModel(interference=quiet)
+    with_table = RuntimeModel(interference=quiet, table=table)
     assert with_table.collective_ms(gather) == 4.0
     assert with_table.collective_ms(gather, 2000) == 3.0
-    custom = RuntimeModel(table=table, custom=lambda node, size: 7.0 if size is None else None)
+    custom = RuntimeModel(
+        interference=quiet, table=table, custom=lambda node, size: 7.0 if size is None else None
+    )
     assert custom.collective_ms(gather) == 7.0
     assert custom.collective_ms(gather, 2000) == 3.0
-    nothing = RuntimeModel(table=CalibrationTable("empty"))
+    nothing = RuntimeModel(interference=quiet, table=CalibrationTable("empty"))
     assert nothing.collective_ms(gather) == plain.collective_ms(gather) != 4.0
 
 
@@ -246,7 +250,7 @@ def test_make_model_takes_host_costs_and_slowdown_from_the_table(
     model = make_model("A100", 4, None, table, 1.2, 0.5)
     assert model.device is DEVICES["A100"] and model.gpus_per_node == 4
     assert model.host == HostCosts(1.0, 2.0, 3.0, 4.0)
-    assert model.interference == Interference(1.5, 0.5)
+    assert model.interference == Interference(1.5, 0.5, 60.0)
     # a user's own choice, and a table without
     assert make_model(table=table, compute_slowdown=1.1).interference.compute_slowdown == 1.1
     partly = CalibrationTable("t", wait_issue_us=9.0)

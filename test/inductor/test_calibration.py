@@ -52,6 +52,7 @@ DOCUMENT: dict[str, Any] = {
     "coalesced_member_issue_us": 3.0,
     "wait_issue_us": 4.0,
     "compute_slowdown": 1.5,
+    "loaded_launch_us": 60.0,
 }
 
 
@@ -155,6 +156,7 @@ BAD_VALUES: list[tuple[str, object, str]] = [
     ("dram_gb_per_s", 0, "dram_gb_per_s: 0"),
     ("compute_slowdown", 0.9, "compute_slowdown: 0.9 is not allowed; use a number from 1 to 100"),
     ("wait_issue_us", -1, "wait_issue_us: -1"),
+    ("loaded_launch_us", -0.5, "loaded_launch_us: -0.5 is not allowed; use a number from 0 to"),
 ]
 
 

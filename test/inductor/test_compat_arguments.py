@@ -226,7 +226,8 @@ def test_ranks_do_not_measure_for_themselves():
 def test_a_calibration_file_is_what_benchmarking_is_here(tmp_path):
     """A table of gathers by two ranks of a node: 7 ms at 256 bytes."""
     times = CollectiveTimes(CollectiveKind.ALL_GATHER, LinkClass.INTRA_NODE, 2, (256, 512), (7, 8))
-    save_calibration(tmp_path / "table.json", CalibrationTable("test", (times,)))
+    table = CalibrationTable("test", (times,), loaded_launch_us=0.0)
+    save_calibration(tmp_path / "table.json", table)
     with inductor_config.patch({PREFIX + "calibration_file": str(tmp_path / "table.json")}):
         scheduler = OverlapScheduler(
             behind(1).done(), 5.0, 200, False, False, 1.0, 200, collective_estimator="benchmark"

@@ -60,7 +60,9 @@ def test_values_are_equal_on_all_ranks(change, which):
     after = copy.deepcopy(before)
     change(after)
     after.graph.lint()
-    assert launches(after)["gather"] < launches(before)["gather"]
+    assert sum(launches(after).values()) < sum(launches(before).values())
+    if change is not merged_later:  # there each gather may hide under compute of its own
+        assert launches(after)["gather"] < launches(before)["gather"]
     inputs = random_inputs(before, world_size, seed=0, high=256, scale=0.02)
     expected = pytree.tree_leaves(run_spmd(before, inputs, groups, world_size))
     actual = pytree.tree_leaves(run_spmd(after, inputs, groups, world_size))

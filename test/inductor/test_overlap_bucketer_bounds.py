@@ -13,6 +13,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.devices import DEVI
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.memory import peak_bytes
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import (
     HostCosts,
+    Interference,
     RuntimeModel,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
@@ -324,7 +325,8 @@ SLOW_COPIES: Device = replace(
 
 def copy_model(base_us: float) -> RuntimeModel:
     link = replace(SLOW_COPIES.intra_node, base_us=base_us)
-    return RuntimeModel(replace(SLOW_COPIES, intra_node=link), host=HostCosts(0, 0, 0, 0))
+    free, quiet = HostCosts(0, 0, 0, 0), Interference(launch_us=0.0)
+    return RuntimeModel(replace(SLOW_COPIES, intra_node=link), host=free, interference=quiet)
 
 
 def two_gathers() -> Sketch:

@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import flop_counter
 
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.compute import (
+    ComputeCost,
     FlopCounter,
     compute_costs,
 )
@@ -23,12 +24,13 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.network import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.estimate.runtime import (
     EstimationError,
+    Interference,
     RuntimeModel,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import is_joint_copy
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import SYMBOLIC_DIM_FALLBACK
-from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind
+from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind, Traffic
 from torch_patches.testing.graph_builder import GraphBuilder
 
 aten = torch.ops.aten
@@ -339,6 +341,35 @@ def test_bucket_costs_less_than_its_members_apart() -> None:
     model = RuntimeModel()
     apart = 2 * model.collective_ms(gather)
     assert model.collective_ms(gather, 2 * gather.size_bytes) < apart
+
+
+def test_traffic_of_parameters_and_gradients_waits_for_a_place_beside_compute() -> None:
+    """Once for each launch; what is on the critical path finds the processors free."""
+    (gather,) = collect(gather_under_mm().graph).collectives
+    model = RuntimeModel(interference=Interference(launch_us=30.0))
+    alone = RuntimeModel(interference=Interference(launch_us=0.0))
+    for traffic, us in ((Traffic.PARAMETER, 30.0), (Traffic.GRADIENT, 30.0), (Traffic.OTHER, 0.0)):
+        one = replace(gather, traffic=traffic)
+        for size in (None, 10 * gather.size_bytes):
+            longer_ms = model.collective_ms(one, size) - alone.collective_ms(one, size)
+            assert longer_ms * 1e3 == pytest.approx(us)
+
+
+def test_no_longer_than_a_kernel_that_runs_still_takes() -> None:
+    gm = gather_under_mm()
+    (gather,) = collect(gm.graph).collectives
+    model = RuntimeModel(interference=Interference(launch_us=30.0))
+    kernels = dict(zip(gm.graph.nodes, (ComputeCost(0.01, 1), ComputeCost(0.03, 1)), strict=False))
+    beside = model.beside(kernels)
+    # 3 of 4 times it is the long one, which has half of its 30 us left; else the short one's 5.
+    assert beside.kernel_rest_us == pytest.approx(0.75 * 15 + 0.25 * 5)
+    quiet = RuntimeModel(interference=Interference(launch_us=0.0))
+    longer_ms = beside.collective_ms(gather) - quiet.collective_ms(gather)
+    assert longer_ms * 1e3 == pytest.approx(12.5)
+    assert beside.beside({}) is beside  # copies of a plan do not change what the input was like
+    assert model.beside({}).collective_ms(gather) == quiet.collective_ms(gather)
+    long = model.beside(dict.fromkeys(gm.graph.nodes, ComputeCost(1.0, 1)))
+    assert long.collective_ms(gather) == model.collective_ms(gather)
 
 
 def test_every_device_ranks_its_links_and_dtypes() -> None:

@@ -147,7 +147,7 @@ def measure(module: fx.GraphModule, options: Options) -> Measured:
     skeleton = collect(graph)
     costs = dict(model.node_costs(graph, replace(skeleton, idle=frozenset())))
     costs |= torch_scheduler.copies_in(costs, model)
-    run = simulate(graph.nodes, skeleton, model, costs)
+    run = simulate(graph.nodes, skeleton, model.beside(costs), costs)
     return Measured(
         dict(Counter(c.kind.value for c in skeleton.collectives)),
         run.total_ms,

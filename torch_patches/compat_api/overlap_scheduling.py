@@ -210,7 +210,7 @@ class OverlapScheduler:
             insert_overlap_dependencies(self.graph, overlapped.hidings())
         mark_scheduled(self.graph, mark)
         # Merges and dependencies have put other nodes in the place of those that were planned.
-        result = forecast(self.graph, collect(self.graph), model)
+        result = forecast(self.graph, collect(self.graph), overlapped.after.model)
         return _Done(overlapped, reachable, later, result.timeline.spans)
 
     def _options_for(self, skeleton: Skeleton) -> Options:

@@ -40,6 +40,11 @@ _WAITS = 10
 _PAUSE_S = 0.002
 _MEMBERS = 9
 _GATHER_BYTES = 64 << 20
+#: Large enough for all channels, and short beside a product.
+_SHORT_BYTES = 32 << 20
+_SHORT_GATHERS = 20
+#: Rows and columns of products that leave no processor free, for twice as long as those gathers take.
+_BUSY_SIZE, _BUSY_PRODUCTS = 4096, 60
 _MOST_GATHERS = 64
 
 
@@ -357,6 +362,44 @@ def measure_slowdown(bench: Bench) -> float:
     return slowdown
 
 
+def measure_loaded_launch(bench: Bench) -> float:
+    """Microseconds by which an all-gather takes longer that starts while compute runs; CUDA only.
+
+    They follow each other, so that each one waits for a place beside the products' blocks.
+    """
+    ranks = dist.get_world_size()
+    name = dist.distributed_c10d._get_default_group().group_name
+    shard = torch.zeros(_SHORT_BYTES // 4 // ranks, device=bench.device)
+    shape = (_BUSY_SIZE, _BUSY_SIZE)
+    left, right = (torch.randn(shape, device=bench.device, dtype=torch.bfloat16) for _ in "ab")
+    out = torch.empty_like(left)
+    beside = torch.cuda.Stream()
+
+    def sample(products: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        bench.finish()
+        torch.cuda._sleep(_HEAD_START_CYCLES)
+        beside.wait_stream(torch.cuda.current_stream())
+        for _ in range(products):
+            torch.mm(left, right, out=out)
+        with torch.cuda.stream(beside):
+            start.record()
+            for _ in range(_SHORT_GATHERS):
+                _ops.wait_tensor(_ops.all_gather_into_tensor(shard, ranks, name))
+            end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / _SHORT_GATHERS
+
+    def median(products: int) -> float:
+        sample(products)
+        return statistics.median([sample(products) for _ in range(bench.settings.repeats)])
+
+    alone = median(0)
+    longer_us = bench.agree(max(median(_BUSY_PRODUCTS) - alone, 0.0) * 1e3)
+    bench.say(f"an all-gather takes {longer_us:.4g} us longer where compute runs")
+    return longer_us
+
+
 def calibrate(device: torch.device, settings: Settings) -> CalibrationTable:
     """Measure everything; each rank of the default group calls it and gets the same numbers."""
     bench = Bench(device, settings)
@@ -375,6 +418,7 @@ def calibrate(device: torch.device, settings: Settings) -> CalibrationTable:
         coalesced_member_issue_us=issue.member_us,
         wait_issue_us=issue.wait_us,
         compute_slowdown=measure_slowdown(bench) if bench.on_cuda and several else None,
+        loaded_launch_us=measure_loaded_launch(bench) if bench.on_cuda and several else None,
         about=(
             ("torch", torch.__version__),
             ("backend", str(dist.get_backend())),

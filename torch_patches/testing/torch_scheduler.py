@@ -177,6 +177,7 @@ def _estimation(
     """Our times as torch's ``custom_runtime_estimation``; None for nodes that ``gm`` lacks now."""
     skeleton = collect(gm.graph)
     costs = model.node_costs(gm.graph, skeleton)
+    model = model.beside(costs)
     starts = {c.start: c for c in skeleton.collectives}
 
     def estimate(node: fx.Node, size_bytes: int | None) -> float | None:

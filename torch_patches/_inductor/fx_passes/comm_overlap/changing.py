@@ -198,7 +198,7 @@ def _bucket(
     after = _apply(graph, skeleton, plan, options)
     if model is None or was is None:
         return _Change(before, order, plan, after)
-    now = forecast(graph, after, model, eager=eager)
+    now = forecast(graph, after, was.model, eager=eager)
     return _Change(before, order, plan, after, Overlapped(plan, "as asked", was, now))
 
 
@@ -213,7 +213,7 @@ def _take_over(
     model, eager = _model(options), options.run_eagerly
     was = forecast(graph, skeleton, model, eager=eager)
     after = _apply(graph, skeleton, plan, options)
-    now = forecast(graph, after, model, eager=eager)
+    now = forecast(graph, after, was.model, eager=eager)
     return _Change(before, order, plan, after, Overlapped(plan, "another rank's", was, now))
 
 

@@ -85,6 +85,8 @@ def forecast(
     """Estimates the graph as it stands; near-linear.
 
     Args:
+        model: the one of the result knows the graph's kernels too (:meth:`RuntimeModel.beside`);
+            give that one for what the graph is changed to.
         eager: memory as PyTorch needs it op by op, see ``memory.peak_bytes``.
         sizes: of a forecast of the same graph, from which only plans were applied to it.
     """
@@ -95,6 +97,7 @@ def forecast(
     found = shared_shard_bytes(skeleton)
     shards = {node: size for node, size in found.items() if node not in buckets}
     costs = with_shared_costs(model.node_costs(graph, working, sizes), shards, working, model)
+    model = model.beside(costs)
     parameters = frozenset(node for node in shards if node.op == "placeholder")
     # Pads and cuts of shards, which ranks with a short shard have and others have not; pads also of
     # what is gathered and no parameter.

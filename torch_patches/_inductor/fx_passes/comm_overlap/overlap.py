@@ -124,7 +124,7 @@ def _overlap(
     before = forecast(graph, skeleton, model, eager=options.run_eagerly)
     limits = memory_limits(options, before.peak_bytes)
     caps = _Caps(limits.peak_bytes, memory_limits(options, before.held_peak_bytes).peak_bytes)
-    attempts = _Attempts(graph, options, model, caps, limits, before)
+    attempts = _Attempts(graph, options, before.model, caps, limits, before)
     kept = attempts.best_of_both_orders() if labels is None else attempts.run(labels)
     if kept is None:
         return _nothing(attempts.before, options, attempts.operations)

@@ -24,7 +24,8 @@ Format, version 1 (``null`` or a missing key: not measured)::
      "dram_gb_per_s": 2870.0,
      "kernel_issue_us": 5.0, "collective_issue_us": 31.0,
      "coalesced_member_issue_us": 10.0, "wait_issue_us": 1.0,
-     "compute_slowdown": 1.17}                       at least 1
+     "compute_slowdown": 1.17,                       at least 1
+     "loaded_launch_us": 40.0}
 
 Bounds: 1 MiB, six levels, 4096 entries in a list.  Unknown and repeated keys are refused: a
 misspelt one would silently leave the constants in use.

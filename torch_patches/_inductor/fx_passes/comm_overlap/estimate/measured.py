@@ -115,6 +115,7 @@ class CalibrationTable:
             host spends: on a compute kernel; a collective without its wait; each further member of
             a coalesced one; a wait on finished work.
         compute_slowdown: how many times as long compute takes under a collective, at least 1.
+        loaded_launch_us: by how much longer a collective takes that starts while compute runs.
         about: names and texts for people; not part of the digest.
     """
 
@@ -127,6 +128,7 @@ class CalibrationTable:
     coalesced_member_issue_us: float | None = None
     wait_issue_us: float | None = None
     compute_slowdown: float | None = None
+    loaded_launch_us: float | None = None
     about: tuple[tuple[str, str], ...] = ()
     content_digest: str = field(init=False)
     _by_kind: dict[tuple[CollectiveKind, LinkClass], dict[int, Curve]] = field(
@@ -250,5 +252,6 @@ SCALARS = (
     "coalesced_member_issue_us",
     "wait_issue_us",
     "compute_slowdown",
+    "loaded_launch_us",
 )
 """The table's single numbers."""

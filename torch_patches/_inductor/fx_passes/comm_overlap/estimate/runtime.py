@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.fx as fx
@@ -45,7 +45,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.estimate.network import (
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import ResultBytes, tensors_of
 from torch_patches._inductor.fx_passes.comm_overlap.options import CustomEstimation
-from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, Skeleton
+from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, Skeleton, Traffic
 
 __all__ = [
     "CustomEstimation",
@@ -85,10 +85,15 @@ class Interference:
             data (47 ms of compute became 56 to 60 on H100s: BASELINES, section B).
         link_sharing: of two groups on the same link at once, the share of the earlier one's
             transfer that the later one waits for: 1 is one network, 0 is two.
+        launch_us: further microseconds of a collective of parameters or gradients, whatever its
+            size, since compute runs: its blocks wait until those of a kernel leave the processors, on
+            the last of the ranks (H200s, where 115 launches less took 9 ms less:
+            tools/results/train.md).  At most what a kernel that runs still takes.
     """
 
     compute_slowdown: float = 1.2
     link_sharing: float = 1.0
+    launch_us: float = 40.0
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,7 @@ class RuntimeModel:
         host: costs of issuing; :func:`make_model` takes them from the table where it has them.
         interference: costs of overlapping; likewise.
         table: measurements that come before the device's constants, or None.
+        kernel_rest_us: what a kernel that runs still takes (:meth:`beside`); None: not known.
     """
 
     device: Device = DEVICES["H100"]
@@ -120,6 +126,7 @@ class RuntimeModel:
     host: HostCosts = field(default_factory=HostCosts)
     interference: Interference = field(default_factory=Interference)
     table: CalibrationTable | None = None
+    kernel_rest_us: float | None = None
     # Planners ask for one collective thousands of times; sorting its ranks each time would cost
     # more than everything else.  By group name, checked against the ranks.
     _routes: dict[str, _Route] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -158,8 +165,20 @@ class RuntimeModel:
                     costs[node] = ComputeCost(given, launches)
         return costs
 
+    def beside(self, costs: Mapping[fx.Node, ComputeCost]) -> RuntimeModel:
+        """The model for collectives beside this compute; itself where it knows that already.
+
+        Of kernels of ``t`` ms each, the one that runs at some time still takes sum(t * t) / sum(2 * t)
+        in the mean.
+        """
+        if self.kernel_rest_us is not None:
+            return self
+        times = [cost.ms for cost in costs.values()]
+        rest_ms = sum(ms * ms for ms in times) / max(2 * sum(times), sys.float_info.min)
+        return replace(self, kernel_rest_us=1e3 * rest_ms)
+
     def collective_ms(self, collective: Collective, size_bytes: int | None = None) -> float:
-        """Milliseconds of a collective alone on its link.
+        """Milliseconds of a collective alone on its link, launched while compute runs.
 
         Args:
             size_bytes: of the full tensor, where it is not the collective's own (a bucket).
@@ -173,13 +192,21 @@ class RuntimeModel:
                 return given
         size = collective.size_bytes if size_bytes is None else size_bytes
         route = self._route(collective)
+        alone_ms = None
         if self.table is not None:
-            measured = self.table.collective_ms(
+            alone_ms = self.table.collective_ms(
                 collective.kind, size, route.group_size, route.link_class, route.link
             )
-            if measured is not None:
-                return measured
-        return collective_ms(collective.kind, size, route.group_size, route.link)
+        if alone_ms is None:
+            alone_ms = collective_ms(collective.kind, size, route.group_size, route.link)
+        if collective.traffic is Traffic.OTHER or route.group_size == 1:
+            return (
+                alone_ms  # the compute that it waits for has ended, and what follows waits for it
+            )
+        wait_us = self.interference.launch_us
+        if self.kernel_rest_us is not None:
+            wait_us = min(wait_us, self.kernel_rest_us)
+        return alone_ms + wait_us / 1e3
 
     def link(self, collective: Collective) -> Link:
         """The slowest link that the collective's group uses; the device's links are two objects."""
@@ -272,7 +299,10 @@ def make_model(
         if table.compute_slowdown is not None and compute_slowdown == Interference.compute_slowdown:
             compute_slowdown = table.compute_slowdown
         host = _host_costs(table)
-    interference = Interference(compute_slowdown, link_sharing)
+    launch_us = None if table is None else table.loaded_launch_us
+    if launch_us is None:
+        launch_us = Interference.launch_us
+    interference = Interference(compute_slowdown, link_sharing, launch_us)
     return RuntimeModel(DEVICES[device], gpus_per_node, custom, host, interference, table)
 
 
