@@ -32,6 +32,7 @@ FLAGS: dict[str, dict[str, object]] = {
     "fuse": {"fuse_chained_all_gathers": True, "fuse_chained_reduce_scatters": True},
     "keep": {"keep_gathered_parameters": True, "max_memory_increase_gb": 2.0},
     "agree": {"cross_rank_check": "agree"},
+    "ce": {"copy_engine_gathers": True},
 }
 #: torch's own, by Inductor's flags.
 OF_TORCH: dict[str, dict[str, object]] = {

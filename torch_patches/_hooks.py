@@ -29,6 +29,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from torch_patches import _compat, config, recording
 from torch_patches._cache_facts import inputs_digest, metadata_digest
+from torch_patches._inductor.fx_passes.comm_overlap import copy_engine_op
 from torch_patches._inductor.fx_passes.comm_overlap.options import Options
 from torch_patches._inductor.fx_passes.comm_overlap.plan import RecordedInput
 from torch_patches._once import warn_once
@@ -200,6 +201,7 @@ def compile_patches(model: Any, user: Mapping[str, Any] | None) -> dict[str, Any
     written = recording.begin("inductor", model, options)
     if not options.changes and written is None:
         return None
+    options = _with_copy_engines(options, user)
     if options.insert_overlap_deps is None:
         options = replace(options, insert_overlap_deps=True)
     if options.fuses:
@@ -219,6 +221,19 @@ def compile_patches(model: Any, user: Mapping[str, Any] | None) -> dict[str, Any
         POST_GRAD_PASSES: post_grad,
         config.DIGEST_FLAG: f"{_pipeline().source_digest()}:{metadata}",
     }
+
+
+def _with_copy_engines(options: Options, user: Mapping[str, Any]) -> Options:
+    """Their ops known to torch, since a graph from the cache has them and no pass runs; and not in CUDA
+    graphs, which cannot hold what the ranks tell each other."""
+    if not options.copy_engine_gathers:
+        return options
+    if config.current_value("triton.cudagraphs", user):
+        flag = config.PREFIX + "copy_engine_gathers"
+        warn_once(logger, flag, "%s: no effect with triton.cudagraphs = True", flag)
+        return replace(options, copy_engine_gathers=False)
+    copy_engine_op.register()
+    return options
 
 
 def _flag_patches(user: Mapping[str, Any], options: Options) -> dict[str, Any]:

@@ -151,6 +151,8 @@ def _warn_of_unread(options: Options) -> None:
         _warn_unread(("create_flattened_groups",), "fuse_chained_all_gathers", False)
     if options.keep_gathered_parameters and not options.keeps:
         _warn_unread(("keep_gathered_parameters",), "bucketing_mode", "none")
+    if options.copy_engine_gathers and options.bucketing_mode == "none":
+        _warn_unread(("copy_engine_gathers",), "bucketing_mode", "none")
     if options.bucketing_mode in ("none", "modules"):
         return
     unread: dict[str, object] = {"module_bucket_plans": options.module_bucket_plans}

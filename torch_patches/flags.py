@@ -360,6 +360,16 @@ FLAGS: tuple[Flag, ...] = (
         "the joint graph.",
     ),
     Flag(
+        name="copy_engine_gathers",
+        default=False,
+        value_type=bool,
+        check=check_bool,
+        allowed="True or False",
+        doc="Parameters of at least 8 MiB whose group lies within gpus_per_node are gathered by the GPUs' "
+        "copy engines, from memory that all ranks of the group reach; each of those takes twice the bytes "
+        "of its largest gather's own part for that, outside of torch's allocator. Not with CUDA graphs.",
+    ),
+    Flag(
         name="cross_rank_check",
         default="off",
         value_type=Literal["off", "warn", "error", "agree"],

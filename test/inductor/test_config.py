@@ -52,6 +52,7 @@ DEFAULTS = {
     "fuse_chained_reduce_scatters": False,
     "create_flattened_groups": False,
     "keep_gathered_parameters": False,
+    "copy_engine_gathers": False,
     "cross_rank_check": "off",
     "custom_runtime_estimation": None,
 }

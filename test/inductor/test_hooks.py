@@ -261,6 +261,18 @@ def test_asking_each_rank_to_measure_is_warned_of_once(
     assert "collective_estimator" in caplog.text
 
 
+def test_copy_engines_are_left_out_of_cuda_graphs(
+    stand_in: StandIn, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = PREFIX + "copy_engine_gathers"
+    compile_fx({MODE: "auto", name: True})
+    assert stand_in.in_effect[-1][name] is True and name not in caplog.text
+    for _ in range(2):
+        compile_fx({MODE: "auto", name: True, "triton.cudagraphs": True})
+        assert stand_in.in_effect[-1][name] is False
+    assert caplog.text.count(f"{name}: no effect with triton.cudagraphs = True") == 1
+
+
 # -- torch's legacy flags -------------------------------------------------------------------------
 
 

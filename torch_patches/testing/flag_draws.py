@@ -118,6 +118,7 @@ _DRAWS: dict[str, tuple[float, tuple[Any, ...]]] = {
     "module_stack_fn": (0.1, (stack_of_kinds,)),
     "create_flattened_groups": (0.1, (True,)),
     "keep_gathered_parameters": (0.2, (True,)),
+    "copy_engine_gathers": (0.1, (True,)),
     "cross_rank_check": (0.2, ("off", "warn", "error", "agree")),
 }  # fmt: skip
 
@@ -197,6 +198,7 @@ _BAD: dict[str, tuple[Any, ...]] = {
     "fuse_chained_reduce_scatters": (None, "sum"),
     "create_flattened_groups": (None, 1),
     "keep_gathered_parameters": (None, 1),
+    "copy_engine_gathers": (None, "nvlink"),
     "cross_rank_check": ("on", None, True),
     "custom_runtime_estimation": (1.0, "fast"),
 }

@@ -29,6 +29,10 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.control import (
     insert_overlap_dependencies,
     plan_overlap_dependencies,
 )
+from torch_patches._inductor.fx_passes.comm_overlap.graph.copy_engines import (
+    ring_bytes,
+    use_copy_engines,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.graph.ordering import check_order
 from torch_patches._inductor.fx_passes.comm_overlap.graph.rewrite import apply_plan
 from torch_patches._inductor.fx_passes.comm_overlap.graph.snapshot import Snapshot
@@ -148,6 +152,8 @@ def change_graph(
         change = replace(change, fused=fused, was=was if fused.fusions else None)
         _mark_considered(change.after, options)
         made = _report(graph, options, change, observer)
+        if options.copy_engine_gathers:
+            made = _by_copy_engines(change.after, options, made)
         if change.overlapped is not None and options.insert_overlap_deps:
             made = _hold_order(graph, change.overlapped.hidings(), made)
         return Changed(made, change.after, encode(change.plan, change.order), structure)
@@ -164,6 +170,21 @@ def _forecast_of_chains(
     if not (options.fuses and wanted and find_chains(skeleton)):
         return None
     return forecast(graph, skeleton, _model(options), eager=options.run_eagerly)
+
+
+def _by_copy_engines(after: Skeleton, options: Options, report: Report | None) -> Report | None:
+    """Hands gathers within nodes over; the report with how many.
+
+    Last, since estimates know nothing of it; groups are told as theirs are.
+    """
+    model = _model(options)
+    near = {c.group for c in after.collectives if model.link(c) is model.device.intra_node}
+    taken = use_copy_engines(after.collectives, near, fold_casts=not options.run_eagerly)
+    return report and replace(
+        report,
+        copy_engine_gathers=tuple(one.start.name for one in taken),
+        copy_engine_bytes=ring_bytes([one.start for one in taken]),
+    )
 
 
 def _hold_order(

@@ -94,6 +94,7 @@ class Options:
         fuse_chained_reduce_scatters: the same for reduce-scatters, whose sums then round otherwise.
         create_flattened_groups: make the process groups that this needs, on all ranks at once.
         keep_gathered_parameters: keep from forward to backward what the memory cap allows.
+        copy_engine_gathers: within nodes, gather parameters without a collective's kernel.
         groups: the process groups when the compile started, where chains are fused; None: those of
             now.
         cross_rank_check: "off", or what to do where ranks decide differently: "warn", "error",
@@ -145,6 +146,7 @@ class Options:
     fuse_chained_reduce_scatters: bool = False
     create_flattened_groups: bool = False
     keep_gathered_parameters: bool = False
+    copy_engine_gathers: bool = False
     groups: GroupTable | None = None
     cross_rank_check: str = "off"
     run_eagerly: bool = False

@@ -60,6 +60,8 @@ class Report:
         fusions: chains of collectives that became one.
         saved_launches, saved_bytes: by these, as :class:`FusionReport` has it.
         kept_gathers, kept_bytes: starts of the gathers whose results stay from forward to backward.
+        copy_engine_gathers, copy_engine_bytes: starts of the gathers that the copy engines do, and what
+            each rank keeps for them outside of torch's allocator.
         buckets: every bucket made.
         refusals: every collective or bucket that was not merged, with the reason.
         max_span: the largest span of a bucket, in working nodes.
@@ -122,6 +124,8 @@ class Report:
     operations: int = 0
     schedule_hash: str = ""
     launches: tuple[str, ...] = ()
+    copy_engine_gathers: tuple[str, ...] = ()
+    copy_engine_bytes: int = 0
     cross_rank: str = ""
     failure: str | None = None
     estimates: str = ""
@@ -226,6 +230,7 @@ class Report:
             f"{self.max_consecutive_compute_before} -> {self.max_consecutive_compute_after}, "
             f"{self.displaced_share:.1%} of nodes displaced{self._estimated()}"
             + (f", {self._fused()}" if self.fusions else "")
+            + self._by_copy_engines()
         )
 
     def _fused(self) -> str:
@@ -233,6 +238,12 @@ class Report:
             f"{len(self.fusions)} chains of {sum(len(f.members) for f in self.fusions)} collectives "
             f"fused ({self.saved_launches} launches, {_mib(self.saved_bytes)} between them saved)"
         )
+
+    def _by_copy_engines(self) -> str:
+        if not self.copy_engine_gathers:
+            return ""
+        count, size = len(self.copy_engine_gathers), _mib(self.copy_engine_bytes)
+        return f", {count} gathers by the copy engines ({size} kept for them)"
 
     def _estimated(self) -> str:
         if not self.estimates:

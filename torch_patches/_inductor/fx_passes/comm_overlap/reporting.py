@@ -297,6 +297,7 @@ def emit_report(report: Report) -> None:
     counts["comm_overlap_fused_chains"] += len(report.fusions)
     counts["comm_overlap_saved_launches"] += report.saved_launches
     counts["comm_overlap_kept_gathers"] += len(report.kept_gathers)
+    counts["comm_overlap_copy_engine_gathers"] += len(report.copy_engine_gathers)
     if report.phase == "post-grad" and report.mode != "none":
         _count_buckets(counts, report)
     trace_structured(

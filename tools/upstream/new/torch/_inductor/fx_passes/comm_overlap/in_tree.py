@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.fx as fx
 from torch._inductor import config
-from torch._inductor.fx_passes.comm_overlap import pipeline
+from torch._inductor.fx_passes.comm_overlap import copy_engine_op, pipeline
 from torch._inductor.fx_passes.comm_overlap.estimate.calibration import load_calibration
 from torch._inductor.fx_passes.comm_overlap.estimate.custom import estimation_key
 from torch._inductor.fx_passes.comm_overlap.flag_checks import Unacceptable
@@ -43,6 +43,11 @@ def read_options() -> Options:
         raise FlagError(f"{FLAGS[0].full_name}: 'modules' needs module_bucket_plans")
     if options.insert_overlap_deps is None:
         options = replace(options, insert_overlap_deps=True)
+    if options.copy_engine_gathers and config.triton.cudagraphs:
+        _warn_of_graphs()
+        options = replace(options, copy_engine_gathers=False)
+    elif options.copy_engine_gathers:
+        copy_engine_op.register()  # a graph from the cache has these ops, and no pass runs
     if options.custom_runtime_estimation is not None:
         key = estimation_key(options.custom_runtime_estimation)
         options = replace(options, estimation_digest=key)
@@ -86,6 +91,11 @@ def run_post_grad(graph: fx.Graph) -> None:
         if unread:
             _warn_unread(", ".join(unread), options.bucketing_mode)
     pipeline.run_post_grad(graph, options)
+
+
+@functools.cache
+def _warn_of_graphs() -> None:
+    log.warning("copy_engine_gathers: no effect with triton.cudagraphs = True")
 
 
 @functools.cache  # once for each sentence
