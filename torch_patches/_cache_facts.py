@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from torch_patches._inductor.fx_passes.comm_overlap.estimate.network import stays_in_node
+from torch_patches._inductor.fx_passes.comm_overlap.graph.groups import registered_ranks
 from torch_patches._inductor.fx_passes.comm_overlap.notices import (
     RANK_LOCAL_ERRORS,
     raise_if_strict,
@@ -31,6 +33,12 @@ def _process_group_sizes() -> list[tuple[str, int]]:
         for group, name in list(names.items())
         if hasattr(group, "size")  # a placeholder stands for groups this rank is not in
     )
+
+
+def _groups_within_nodes(gpus_per_node: int) -> list[tuple[str, bool]]:
+    """Which of the registered groups lie within nodes, by name."""
+    found = [(name, registered_ranks(name)) for name, _ in _process_group_sizes()]
+    return [(name, stays_in_node(ranks or (), gpus_per_node)) for name, ranks in found]
 
 
 def _names(model: Any) -> Iterator[str]:
@@ -80,6 +88,8 @@ def metadata_digest(model: Any, options: Options, recorded: Sequence[RecordedInp
 
 def _digest_of_facts(model: Any, options: Options, recorded: Sequence[RecordedInput]) -> str:
     digest = hashlib.sha256(repr(_process_group_sizes()).encode())
+    if options.copy_engine_gathers:
+        digest.update(repr(_groups_within_nodes(options.gpus_per_node)).encode())
     digest.update(inputs_digest(recorded, options.reads_modules).encode())
     if options.groups is not None:
         digest.update(repr(options.groups).encode())

@@ -232,7 +232,7 @@ def _with_copy_engines(options: Options, user: Mapping[str, Any]) -> Options:
         flag = config.PREFIX + "copy_engine_gathers"
         warn_once(logger, flag, "%s: no effect with triton.cudagraphs = True", flag)
         return replace(options, copy_engine_gathers=False)
-    copy_engine_op.register()
+    copy_engine_op.register_lowerings()
     return options
 
 

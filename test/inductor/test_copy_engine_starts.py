@@ -12,7 +12,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.copy_engines import (
     ring_bytes,
     use_copy_engines,
 )
-from torch_patches.testing.graph_builder import GraphBuilder
+from torch_patches.testing.graph_builder import GraphBuilder, Group
 
 aten = torch.ops.aten
 LOW = torch.bfloat16
@@ -39,7 +39,7 @@ def test_small_activations_and_other_groups_stay() -> None:
     taken = use_copy_engines(collectives, {"g"})
     assert [one.index for one in taken] == [0, 1]
     assert [one.size_bytes for one in taken] == [2 * LEAST_BYTES, LEAST_BYTES]
-    assert ring_bytes([one.start for one in taken]) == 2 * LEAST_BYTES  # twice half of 16 MiB
+    assert ring_bytes(taken) == 2 * LEAST_BYTES  # twice half of 16 MiB
     gm.graph.lint()
 
 
@@ -58,6 +58,24 @@ def test_a_graph_that_is_run_as_it_is_keeps_its_casts() -> None:
     gm = b.output(b.gather_and_wait(cast, 2, "g"))
     (one,) = use_copy_engines(collect(gm.graph).collectives, {"g"}, fold_casts=False)
     assert one.start.args[0] is cast and one.start.kwargs == {}
+
+
+def test_a_cast_stays_where_its_source_may_change_behind_it() -> None:
+    b = GraphBuilder()
+    weight = b.placeholder(1024, 4096)
+    cast = b.call(aten._to_copy.default, weight, dtype=LOW)
+    b.call(aten.mul_.Tensor, weight, 0.5)
+    gm = b.output(b.gather_and_wait(cast, 2, "g"))
+    for one in use_copy_engines(collect(gm.graph).collectives, {"g"}):
+        assert one.start.args[0] is cast and one.start.kwargs == {}
+
+
+def test_groups_that_are_no_names_stay() -> None:
+    b = GraphBuilder()
+    gm = b.output(b.gather_and_wait(b.placeholder(1024, 4096), 2, "g"))
+    (one,) = collect(gm.graph).collectives
+    one.start.args = (*one.start.args[:2], Group("g"))  # as a graph for several ranks has it
+    assert use_copy_engines((one,), {"g"}) == []
 
 
 def test_a_gather_of_integers_sends_no_rounded_ones() -> None:

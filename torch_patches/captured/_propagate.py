@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import op_name, op_namespace
 from torch_patches.captured._targets import PYTHON_CALLABLES
 
-_NAMESPACES = ("aten", "prims", "_c10d_functional", "c10d_functional", "bucketing", "fsdp",
-               "inductor_prims", "_dtensor")  # fmt: skip
+_NAMESPACES = ("aten", "prims", "_c10d_functional", "c10d_functional", "bucketing", "comm_overlap",
+               "fsdp", "inductor_prims", "_dtensor")  # fmt: skip
 _MAKERS = ("full", "zeros", "ones", "empty", "empty_strided", "arange", "iota", "scalar_tensor", "rand",
            "randn", "randint", "randperm", "eye", "linspace", "empty_permuted", "inductor_seeds",
            "inductor_seed", "inductor_random", "inductor_randint")  # fmt: skip

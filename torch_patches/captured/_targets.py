@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from torch_patches._inductor.fx_passes.comm_overlap import copy_engine_op
+
 
 class CaptureFormatError(ValueError):
     """A captured-graph file that is damaged, hostile, or of another format; or a graph that the
@@ -57,6 +59,7 @@ _NAMESPACES: dict[str, str | None] = {
     "inductor": None,
     "inductor_prims": "torch._inductor.inductor_prims",
     "bucketing": "torch._inductor.fx_passes.bucketing",
+    copy_engine_op.NAMESPACE: None,
 }
 _HIGHER_ORDER_MODULES = {"control_deps": "torch._inductor.fx_passes.control_dependencies"}
 
@@ -125,6 +128,8 @@ def _find_operator(namespace: str, name: str, overload: str) -> torch._ops.OpOve
     if namespace not in _NAMESPACES:
         return None
     _import(_NAMESPACES[namespace])
+    if namespace == copy_engine_op.NAMESPACE:
+        copy_engine_op.register()
     packet = getattr(getattr(torch.ops, namespace), name, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket) or overload not in packet.overloads():
         return None

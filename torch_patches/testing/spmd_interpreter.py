@@ -29,6 +29,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from torch_patches._inductor.fx_passes.comm_overlap import copy_engine_op
 from torch_patches.testing._spmd_collectives import (
     Form,
     Partition,
@@ -53,7 +54,7 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
-NAMESPACES = ("_c10d_functional", "c10d_functional")
+NAMESPACES = ("_c10d_functional", "c10d_functional", copy_engine_op.NAMESPACE)
 # Allowed on a tensor in flight, because no data moves: checked for reshape and slice.
 VIEWS = {aten.alias, aten.view, aten.detach, aten.reshape, aten.slice, operator.getitem}
 METADATA = {aten.sym_size, aten.sym_stride, aten.sym_numel, aten.sym_storage_offset}
@@ -71,6 +72,15 @@ class LaunchEvent(NamedTuple):
     op: str
     group: str
     numel: int
+
+
+def _cast_first(bound: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the functional op, of one that casts what it sends."""
+    dtype, sent = bound.pop("dtype", None), bound["payload"]
+    if dtype is not None:
+        many = isinstance(sent, (list, tuple))
+        bound["payload"] = [t.to(dtype) for t in sent] if many else sent.to(dtype)
+    return bound
 
 
 def _resolve(value: Any, env: Mapping[fx.Node, list[Any]], rank: int) -> Any:
@@ -235,6 +245,9 @@ class SpmdInterpreter:
         if isinstance(target, torch._ops.OpOverload) and target.namespace in NAMESPACES:
             op = target._schema.name.split("::")[1]
             bound = [bind(target, a, k) for a, k in zip(args, kwargs, strict=True)]
+            if target.namespace == copy_engine_op.NAMESPACE:
+                target = getattr(torch.ops._c10d_functional, op).default
+                bound = [_cast_first(b) for b in bound]
             if op in ("wait_tensor", "wait_tensors"):
                 return [self._wait(b["payload"]) for b in bound]
             return self._start(target, op, bound, name)

@@ -183,7 +183,7 @@ def _by_copy_engines(after: Skeleton, options: Options, report: Report | None) -
     return report and replace(
         report,
         copy_engine_gathers=tuple(one.start.name for one in taken),
-        copy_engine_bytes=ring_bytes([one.start for one in taken]),
+        copy_engine_bytes=ring_bytes(taken),
     )
 
 

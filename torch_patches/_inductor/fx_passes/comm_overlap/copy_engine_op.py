@@ -18,14 +18,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 NAMESPACE = "comm_overlap"
 #: Parts of the ring begin at multiples of it.
 _ALIGNMENT = 256
+#: Until a barrier gives up, as NCCL's collectives do.
+_TIMEOUT_MS = 600_000
 #: How many gathers of the largest size the ring holds.
 _RING_GATHERS = 2
 _SCHEMAS = (
@@ -80,6 +84,18 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
+class _Done(torch._C._distributed_c10d.Work):
+    """What ``wait_tensor`` waits for: the stream of the device that it is on, not the host."""
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        super().__init__()
+        self._event, self._device = event, device
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        self._event.wait(torch.cuda.current_stream(self._device))
+        return True
+
+
 class _Exchange:
     """The ring of one process group, on one device."""
 
@@ -96,6 +112,8 @@ class _Exchange:
                 self.handle.get_buffer(peer, (capacity,), torch.uint8)
                 for peer in range(self.handle.world_size)
             ]
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise RuntimeError(
                 "aten_distributed_optimizations.copy_engine_gathers = True needs GPUs that reach each "
@@ -106,11 +124,10 @@ class _Exchange:
         self, shards: Sequence[torch.Tensor], dtype: torch.dtype | None
     ) -> list[torch.Tensor]:
         """Starts it; results are to be waited for as those of a functional collective."""
-        import torch.distributed._symmetric_memory as symmetric
-
         sizes = [shard.numel() * (dtype or shard.dtype).itemsize for shard in shards]
         spans = [_aligned(size) for size in sizes]
         compute, ranks = torch.cuda.current_stream(), self.handle.world_size
+        results = [_result(shard, ranks, dtype) for shard in shards]
         begin, holders = self.ring.take(sum(spans))
         for done in holders:
             compute.wait_event(done)
@@ -121,7 +138,6 @@ class _Exchange:
             )
         ]
         torch._foreach_copy_(sent, list(shards))
-        results = [_result(shard, ranks, dtype) for shard in shards]
         # Host time counts here: few calls, and bytes instead of shapes.
         by_rank = [
             result.view(-1).view(torch.uint8).split(size or 1)
@@ -129,16 +145,17 @@ class _Exchange:
         ]
         self.stream.wait_stream(compute)
         with torch.cuda.stream(self.stream):
-            self.handle.barrier(channel=0)
+            self.handle.barrier(channel=0, timeout_ms=_TIMEOUT_MS)
             for step in range(ranks):
                 peer = (self.handle.rank + step) % ranks  # not all from one
                 parts = self._parts(peer, begin, spans)
                 for into, part, size, span in zip(by_rank, parts, sizes, spans, strict=True):
                     if size:
                         into[peer].copy_(part if size == span else part.narrow(0, 0, size))
-            self.handle.barrier(channel=0)
-            done, work = torch.cuda.Event(), symmetric.Work()
+            self.handle.barrier(channel=0, timeout_ms=_TIMEOUT_MS)
+            done = torch.cuda.Event()
             done.record()
+            work = _Done(done, self.buffer.device)
             for result in results:
                 torch._C._distributed_c10d._register_work(result, work)
         self.ring.hold(begin, sum(spans), done)
@@ -161,6 +178,7 @@ def _exchange_of(name: str, device: torch.device, capacity: int) -> _Exchange:
         if found is not None:
             for done in found.ring.holders():
                 done.synchronize()  # all ranks have copied from what is given back now
+        found = None
         _exchanges.pop((name, device), None)
         found = _exchanges[name, device] = _Exchange(group, device, capacity)
     return found
@@ -184,7 +202,8 @@ def _on_cuda(
             "aten_distributed_optimizations.copy_engine_gathers = True does not go with CUDA graphs"
         )
     capacity = ring_bytes([shard.numel() * (dtype or shard.dtype).itemsize for shard in inputs])
-    return _exchange_of(group_name, inputs[0].device, capacity).gather(inputs, dtype)
+    with torch.cuda.device(inputs[0].device):
+        return _exchange_of(group_name, inputs[0].device, capacity).gather(inputs, dtype)
 
 
 def _elsewhere(
@@ -219,6 +238,37 @@ def register() -> None:
     _library = torch.library.Library(NAMESPACE, "DEF")
     for schema in _SCHEMAS:
         _library.define(schema)
-    for key, implementation in (("Meta", _fake_coalesced), ("CUDA", _on_cuda), ("CPU", _elsewhere)):
+    everywhere = ("CompositeExplicitAutograd", _elsewhere)
+    for key, implementation in (("Meta", _fake_coalesced), ("CUDA", _on_cuda), everywhere):
         _library.impl("all_gather_into_tensor_coalesced", implementation, key)
         _library.impl("all_gather_into_tensor", _single(implementation), key)
+
+
+_lowered = False
+
+
+def register_lowerings() -> None:
+    """Makes the ops collectives to Inductor, which then keeps their order and what they send; else it
+    orders them by memory, which differs between ranks with other batches.  Once, however often it is
+    called."""
+    global _lowered
+    if _lowered:
+        return
+    _lowered = True
+    register()
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+
+    ops = getattr(torch.ops, NAMESPACE)
+
+    def lower(op: torch._ops.OpOverload) -> None:
+        def lowered(payload: Any, group_size: int, group_name: str, dtype: Any = None) -> Any:
+            made = ir._CollectiveKernel.create_out_of_place(
+                op, payload, group_size, group_name, dtype=dtype
+            )
+            return tree_map(ir.TensorBox.create, made)
+
+        register_lowering(op, type_promotion_kind=None)(lowered)
+
+    lower(ops.all_gather_into_tensor.default)
+    lower(ops.all_gather_into_tensor_coalesced.default)

@@ -16,12 +16,15 @@ import torch
 import torch.fx as fx
 
 from torch_patches._inductor.fx_passes.comm_overlap import copy_engine_op
+from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collective_kind
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
     is_cast,
     is_joint_copy,
     op_name,
+    op_namespace,
     schema_arguments,
     tensors_of,
+    traits_of,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import has_symbols
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, CollectiveKind, Traffic
@@ -42,16 +45,30 @@ def use_copy_engines(
         fold_casts: of what is sent, which is left without a reader then.
     """
     taken = [one for one in collectives if one.group in inside and _fits(one)]
-    if taken:
-        copy_engine_op.register()
+    if not taken:
+        return taken
+    copy_engine_op.register()
+    late = _behind_mutations(taken[0].start.graph)
     for one in taken:
-        _hand_over(one.start, fold_casts)
+        _hand_over(one.start, fold_casts and one.start not in late)
     return taken
 
 
-def ring_bytes(starts: Sequence[fx.Node]) -> int:
-    """What each rank of these gathers keeps for them."""
-    return max((copy_engine_op.ring_bytes(_sent_bytes(start)) for start in starts), default=0)
+def _behind_mutations(graph: fx.Graph) -> set[fx.Node]:
+    """Starts that might read another value if they read what their cast has read."""
+    nodes = list(graph.nodes)
+    mutable = (i for i, n in enumerate(nodes) if traits_of(n.target).is_mutable)
+    first = next((i for i in mutable if collective_kind(nodes[i]) is None), len(nodes))
+    return set(nodes[first:])
+
+
+def ring_bytes(taken: Sequence[Collective]) -> int:
+    """What each rank keeps for these gathers: each group has a ring."""
+    by_group: dict[str, int] = {}
+    for one in taken:
+        size = copy_engine_op.ring_bytes(_sent_bytes(one.start))
+        by_group[one.group] = max(by_group.get(one.group, 0), size)
+    return sum(by_group.values())
 
 
 def _sent_bytes(start: fx.Node) -> list[int]:
@@ -61,12 +78,15 @@ def _sent_bytes(start: fx.Node) -> list[int]:
 
 
 def _fits(one: Collective) -> bool:
-    values = [tensor for sent in _payload(one.start) for tensor in (sent.meta.get("val"),)]
+    target, values = one.start.target, [sent.meta.get("val") for sent in _payload(one.start)]
     return (
         one.kind is CollectiveKind.ALL_GATHER
         and one.traffic is Traffic.PARAMETER
-        and op_name(one.start.target) in _NAMES
+        and op_namespace(target) == "_c10d_functional"  # not those of an earlier run
+        and op_name(target) in _NAMES
+        and isinstance(schema_arguments(one.start).get("group_name"), str)
         and one.size_bytes >= LEAST_BYTES
+        and bool(values)
         and all(isinstance(v, torch.Tensor) and v.dim() > 0 and not has_symbols(v) for v in values)
     )
 

@@ -8,8 +8,8 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.ordering import relink
 
 
 class Snapshot:
-    """Order, arguments, users and metadata of every node, and the owner's submodules; linear to
-    take and to restore.
+    """Order, targets, arguments, users and metadata of every node, and the owner's submodules; linear
+    to take and to restore.
 
     A node that was erased meanwhile comes back as a new node with the same name, target,
     arguments and metadata.
@@ -21,6 +21,7 @@ class Snapshot:
         # collector.  Arguments and metadata are replaced by a rewrite, never changed in place.
         self._nodes = list(graph.nodes)
         self._names = [n.name for n in self._nodes]
+        self._targets = [n.target for n in self._nodes]
         self._args = [n.args for n in self._nodes]
         self._kwargs = [n.kwargs for n in self._nodes]
         self._meta = [n.meta for n in self._nodes]
@@ -35,6 +36,7 @@ class Snapshot:
         kept = set(current.values())
         for place, old in enumerate(self._nodes):
             node = current[old]
+            node.target = self._targets[place]
             node.args = fx.node.map_arg(self._args[place], current.__getitem__)
             node.kwargs = fx.node.map_arg(self._kwargs[place], current.__getitem__)
             node.name = self._names[place]

@@ -19,8 +19,10 @@ from torch._inductor import config
 from torch._inductor.fx_passes.comm_overlap import copy_engine_op, pipeline
 from torch._inductor.fx_passes.comm_overlap.estimate.calibration import load_calibration
 from torch._inductor.fx_passes.comm_overlap.estimate.custom import estimation_key
+from torch._inductor.fx_passes.comm_overlap.estimate.network import stays_in_node
 from torch._inductor.fx_passes.comm_overlap.flag_checks import Unacceptable
 from torch._inductor.fx_passes.comm_overlap.flags import FLAGS, Flag, FlagError
+from torch._inductor.fx_passes.comm_overlap.graph.groups import registered_ranks
 from torch._inductor.fx_passes.comm_overlap.options import Options
 from torch._inductor.fx_passes.comm_overlap.passes.tagging import is_tagged
 
@@ -47,7 +49,7 @@ def read_options() -> Options:
         _warn_of_graphs()
         options = replace(options, copy_engine_gathers=False)
     elif options.copy_engine_gathers:
-        copy_engine_op.register()  # a graph from the cache has these ops, and no pass runs
+        copy_engine_op.register_lowerings()  # a graph from the cache has these ops, and no pass runs
     if options.custom_runtime_estimation is not None:
         key = estimation_key(options.custom_runtime_estimation)
         options = replace(options, estimation_digest=key)
@@ -112,6 +114,9 @@ def cache_facts(gm: fx.GraphModule | None) -> str:
     if options.cross_rank_check != "off" or not options.has_known_functions:
         return uuid.uuid4().hex
     facts = [repr(options), repr(_group_sizes())]
+    if options.copy_engine_gathers:
+        ranks = [(name, registered_ranks(name) or ()) for name, _ in _group_sizes()]
+        facts.append(repr([(n, stays_in_node(r, options.gpus_per_node)) for n, r in ranks]))
     # Before AOTAutograd has made it a joint graph there are no tags, and none may be made.
     if gm is not None and is_tagged(gm.graph):
         facts.append(pipeline.tags_digest(gm, (), options))
