@@ -10,10 +10,10 @@ from torch._inductor import config
 from torch.utils._pytree import tree_leaves
 
 import torch_patches
-from torch_patches._inductor.fx_passes.comm_overlap import changing, copy_engine_op
+from torch_patches._inductor.fx_passes.comm_overlap import changing
 from torch_patches._inductor.fx_passes.comm_overlap.graph import copy_engines
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collect
-from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import op_namespace
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import COPY_ENGINES, op_namespace
 from torch_patches._inductor.fx_passes.comm_overlap.plan import CollectiveKind
 from torch_patches._inductor.fx_passes.comm_overlap.schedule_hash import schedule_hash
 from torch_patches.captured import load_captured, save_captured
@@ -46,7 +46,7 @@ def model(*dims: int, group_size: int = 8, dtype: torch.dtype = torch.float32) -
 
 
 def by_copy_engine(gm: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in gm.graph.nodes if op_namespace(n.target) == copy_engine_op.NAMESPACE]
+    return [n for n in gm.graph.nodes if op_namespace(n.target) == COPY_ENGINES]
 
 
 # -- on whole graphs ------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from torch_patches._inductor.fx_passes.comm_overlap import copy_engine_op
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import COPY_ENGINES
 
 
 class CaptureFormatError(ValueError):
@@ -59,7 +60,7 @@ _NAMESPACES: dict[str, str | None] = {
     "inductor": None,
     "inductor_prims": "torch._inductor.inductor_prims",
     "bucketing": "torch._inductor.fx_passes.bucketing",
-    copy_engine_op.NAMESPACE: None,
+    COPY_ENGINES: None,
 }
 _HIGHER_ORDER_MODULES = {"control_deps": "torch._inductor.fx_passes.control_dependencies"}
 
@@ -128,7 +129,7 @@ def _find_operator(namespace: str, name: str, overload: str) -> torch._ops.OpOve
     if namespace not in _NAMESPACES:
         return None
     _import(_NAMESPACES[namespace])
-    if namespace == copy_engine_op.NAMESPACE:
+    if namespace == COPY_ENGINES:
         copy_engine_op.register()
     packet = getattr(getattr(torch.ops, namespace), name, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket) or overload not in packet.overloads():

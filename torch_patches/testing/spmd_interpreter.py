@@ -29,7 +29,6 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from torch_patches._inductor.fx_passes.comm_overlap import copy_engine_op
 from torch_patches.testing._spmd_collectives import (
     Form,
     Partition,
@@ -54,7 +53,8 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
-NAMESPACES = ("_c10d_functional", "c10d_functional", copy_engine_op.NAMESPACE)
+COPY_ENGINES = "comm_overlap"  # whose gathers cast what they send
+NAMESPACES = ("_c10d_functional", "c10d_functional", COPY_ENGINES)
 # Allowed on a tensor in flight, because no data moves: checked for reshape and slice.
 VIEWS = {aten.alias, aten.view, aten.detach, aten.reshape, aten.slice, operator.getitem}
 METADATA = {aten.sym_size, aten.sym_stride, aten.sym_numel, aten.sym_storage_offset}
@@ -245,7 +245,7 @@ class SpmdInterpreter:
         if isinstance(target, torch._ops.OpOverload) and target.namespace in NAMESPACES:
             op = target._schema.name.split("::")[1]
             bound = [bind(target, a, k) for a, k in zip(args, kwargs, strict=True)]
-            if target.namespace == copy_engine_op.NAMESPACE:
+            if target.namespace == COPY_ENGINES:
                 target = getattr(torch.ops._c10d_functional, op).default
                 bound = [_cast_first(b) for b in bound]
             if op in ("wait_tensor", "wait_tensors"):

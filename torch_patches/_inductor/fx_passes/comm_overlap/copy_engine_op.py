@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-NAMESPACE = "comm_overlap"
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import COPY_ENGINES
+
 #: Parts of the ring begin at multiples of it.
 _ALIGNMENT = 256
 #: Until a barrier gives up, as NCCL's collectives do.
@@ -235,7 +236,7 @@ def register() -> None:
     global _library
     if _library is not None:
         return
-    _library = torch.library.Library(NAMESPACE, "DEF")
+    _library = torch.library.Library(COPY_ENGINES, "DEF")
     for schema in _SCHEMAS:
         _library.define(schema)
     everywhere = ("CompositeExplicitAutograd", _elsewhere)
@@ -259,7 +260,7 @@ def register_lowerings() -> None:
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
 
-    ops = getattr(torch.ops, NAMESPACE)
+    ops = getattr(torch.ops, COPY_ENGINES)
 
     def lower(op: torch._ops.OpOverload) -> None:
         def lowered(payload: Any, group_size: int, group_name: str, dtype: Any = None) -> Any:

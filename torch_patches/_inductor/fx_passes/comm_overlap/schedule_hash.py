@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from torch_patches._inductor.fx_passes.comm_overlap.copy_engine_op import NAMESPACE
-from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import op_namespace, tensors_of
+from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    COPY_ENGINES,
+    op_namespace,
+    tensors_of,
+)
 from torch_patches._inductor.fx_passes.comm_overlap.plan import Collective, Skeleton
 
 
@@ -40,7 +43,7 @@ def _text(collective: Collective, group: int) -> str:
     dtype = str(key.dtype).removeprefix("torch.")
     op = f" {key.reduce_op}" if key.reduce_op is not None else ""
     ranks = f"{key.group_size} ranks"
-    if op_namespace(collective.start.target) == NAMESPACE:
+    if op_namespace(collective.start.target) == COPY_ENGINES:
         ranks += " by copy engines"
     return f"{collective.kind.value} {dtype}{op} {shapes} group {group} ({ranks}) {key.device_type}"
 

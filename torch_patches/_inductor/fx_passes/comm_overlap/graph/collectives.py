@@ -27,6 +27,7 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.links import (
     with_feeders,
 )
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    COPY_ENGINES,
     is_view,
     op_namespace,
     schema_arguments,
@@ -340,7 +341,7 @@ def _refusal(
     """Why this collective can never be a member of a bucket, or None."""
     if traits.kind not in MERGEABLE_KINDS or (inputs and key is None):
         return RefusalReason.KIND_NOT_MERGEABLE
-    if BUCKET_MARK in start.meta or op_namespace(start.target) == "comm_overlap":
+    if BUCKET_MARK in start.meta or op_namespace(start.target) == COPY_ENGINES:
         return RefusalReason.ALREADY_BUCKETED
     if wrapped or any(wrapped_node(w) is not None for w in waits):
         return RefusalReason.WRAPPED

@@ -18,6 +18,7 @@ import torch.fx as fx
 from torch_patches._inductor.fx_passes.comm_overlap import copy_engine_op
 from torch_patches._inductor.fx_passes.comm_overlap.graph.collectives import collective_kind
 from torch_patches._inductor.fx_passes.comm_overlap.graph.nodes import (
+    COPY_ENGINES,
     is_cast,
     is_joint_copy,
     op_name,
@@ -107,7 +108,7 @@ def _hand_over(start: fx.Node, fold_casts: bool) -> None:
     name = str(op_name(start.target))
     payload = sent if "inputs" in arguments else sent[0]
     changed = any(node.meta["val"].dtype not in dtypes for node in sent)
-    start.target = getattr(getattr(torch.ops, copy_engine_op.NAMESPACE), name).default
+    start.target = getattr(getattr(torch.ops, COPY_ENGINES), name).default
     given: Any = (payload, arguments["group_size"], arguments["group_name"])
     start.args = given
     start.kwargs = {"dtype": dtypes.pop()} if changed else {}

@@ -20,8 +20,9 @@ from torch_patches._inductor.fx_passes.comm_overlap.graph.sizes import (
     tensor_bytes,
 )
 
-#: torch's functional ones, and ours by the copy engines.
-COLLECTIVE_NAMESPACES = ("_c10d_functional", "c10d_functional", "comm_overlap")
+#: Of gathers by the copy engines.
+COPY_ENGINES = "comm_overlap"
+COLLECTIVE_NAMESPACES = ("_c10d_functional", "c10d_functional", COPY_ENGINES)
 
 #: The second (from torch 2.15 on) waits for several results of one collective, and returns a list.
 _WAIT_NAMES = frozenset({"wait_tensor", "wait_tensors"})
