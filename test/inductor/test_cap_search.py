@@ -361,6 +361,31 @@ def test_a_large_graph_with_activations_on_another_group_is_searched(
     assert len(CapSearch(track, AUTO, FREE).ways()) > 2
 
 
+def test_a_large_graph_that_is_near_what_its_links_take_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Traffic of 48 gathers and scatters takes 469 ms, all compute 24, and a launch next to nothing."""
+    monkeypatch.setattr(cap_search, "is_small", lambda track: False)
+    gm = backward(24, activation_group="a")  # several groups: the dynamic program comes last
+    found = {}
+    for share in (0.01, -1.0):
+        monkeypatch.setattr(cap_search, "_NEAR_SHARE", share)
+        ways = CapSearch(track_of(gm, model_of(1.0, 0.01, 0.0025)), AUTO, FREE).ways()
+        found[share] = min(map(total_ms, ways)), len(ways)
+    (near_ms, tried), (best_ms, all_tried) = found.values()
+    assert tried < all_tried and best_ms <= near_ms <= 1.01 * best_ms
+
+
+def test_less_memory_is_tried_no_further_where_it_does_not_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cap_search, "excess_bytes", lambda way, limits: 1 << 20)
+    track = track_of(backward(24), model_of(4.0, 1.0, 0.02))
+    peak = Limits(1 << 30, prefetch_kernels=None)
+    names = [way.name for way in CapSearch(track, AUTO, peak).ways()]
+    assert len([name for name in names if "of the memory" in name]) == 1
+
+
 def test_equal_plans_are_scheduled_once() -> None:
     """Two small gathers: any size takes both."""
     track = track_of(backward(1), model_of(4.0, 1.0, 0.02))

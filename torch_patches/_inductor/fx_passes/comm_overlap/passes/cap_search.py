@@ -8,6 +8,7 @@
                                                 only gathers? only reductions? only one key?
                                                 smaller at the ends?
                                                 faster, but over the memory cap: in less memory?
+                                                so near to what the links take that it is enough?
                                              -> the best
 
 Each step is one plan and one schedule, both near-linear, and there are ``max_schedules`` at most.
@@ -17,6 +18,7 @@ known by the order in which they appear, since names of groups differ between ra
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -74,6 +76,10 @@ _MAX_SHRUNK = 4
 _HOST_SHARE = 0.9
 #: Launches limit a run if their latency is more than this share of it.
 _LAUNCH_SHARE = 0.02
+
+
+#: A run is near what its link takes if it is longer by no more than this share of it.
+_NEAR_SHARE = 0.01
 
 
 #: Form and members of each bucket.
@@ -141,7 +147,7 @@ class CapSearch:
                 further = self._further(move, best)
                 while further is not None and (better := self._better(further, best)) is not None:
                     best, further, walking = better, self._further(move, better), True
-                if self._is_settled(best):
+                if self._is_settled(best) or self._is_near(best):
                     return
 
     def _formed(self, seeds: list[Sizes]) -> list[Sizes]:
@@ -183,6 +189,23 @@ class CapSearch:
         chosen = sizes.dynamic and self._is_one_group
         return chosen and not self._exceeds(sizes)
 
+    def _is_near(self, sizes: Sizes) -> bool:
+        """Of a large graph, within memory, and hardly longer than the busiest link moves data: what is
+        left to win is no further schedules' worth."""
+        near_ms = self._moving_ms() * (1 + _NEAR_SHARE)
+        is_near = not is_small(self._track) and self._total_ms(sizes) <= near_ms
+        return is_near and not self._exceeds(sizes)
+
+    def _moving_ms(self) -> float:
+        """Of the busiest link, or group where links are not shared, without what launches take."""
+        model, busy = self._track.model, dict[object, float]()
+        shared = model.interference.link_sharing == 1.0
+        for one in self._track.skeleton.collectives:
+            ms = model.collective_ms(one, 2 * one.size_bytes) - model.collective_ms(one)
+            lane = model.link(one) if shared else one.group
+            busy[lane] = busy.get(lane, 0.0) + max(ms, 0.0)
+        return max(busy.values(), default=0.0)
+
     def _exceeds(self, sizes: Sizes) -> int:
         """By how many bytes, the memory cap."""
         return excess_bytes(self._try(sizes), self._limits)
@@ -190,13 +213,18 @@ class CapSearch:
     def _better(self, sizes: Sizes, best: Sizes) -> Sizes | None:
         """These if they are better, or in less memory where they are faster and exceed the cap."""
         tried: Sizes | None = sizes
+        in_less = replace(sizes, room=best.room) == best
+        before = self._exceeds(best) if in_less else sys.maxsize
         while tried is not None and self._can_try(tried):
             if self._badness(tried) < self._badness(best):
                 return tried
+            excess = self._exceeds(tried)
             slower = self._total_ms(tried) >= self._total_ms(best)
-            if not self._exceeds(tried) or (slower and not self._exceeds(best)):
+            if not excess or (slower and not self._exceeds(best)):
                 return None
-            tried = self._smaller(tried)
+            if excess >= before:
+                return None  # it does not lie in the buckets
+            before, tried = excess, self._smaller(tried)
         return None
 
     def _further(self, move: Move, sizes: Sizes) -> Sizes | None:
