@@ -75,7 +75,7 @@ def test_a_planted_fault_is_found_and_printed_as_a_short_program(
     """Members of a copying bucket handed out the wrong way round."""
     original = emit_copying._copy_out
     monkeypatch.setattr(emit_copying, "_copy_out", lambda *args: [*reversed(original(*args))])
-    campaign = _tool().Campaign(7, ["graphs"], examples, tmp_path)
+    campaign = _tool().Campaign(9, ["graphs"], examples, tmp_path)
     number = 0
     while not campaign.tally.failures:
         campaign.run(number)

@@ -34,7 +34,8 @@ def check_invariants(
         if shrink:
             options = _simplest(gm, description, options, error.kind)
             small, description, found = _smallest(gm, description, options, error)
-            small = _without_modules(small, description, options, error.kind)
+            for marks in _MARKS:
+                small = _without_marks(small, marks, description, options, error.kind)
         program = reproduction(small, description, options)
         raise InvariantError(found.letter, f"{str(found)[4:]}\n\n{program}") from error
 
@@ -100,13 +101,21 @@ _TOGETHER = (
 )
 
 
-def _without_modules(
-    gm: fx.GraphModule, description: Description, options: Options, kind: str
+#: Of modules, and what torch knows of inputs and outputs, without which structure decides.
+_MARKS = (("nn_module_stack", "fwd_nn_module_stack"), ("desc",))
+
+
+def _without_marks(
+    gm: fx.GraphModule,
+    marks: tuple[str, ...],
+    description: Description,
+    options: Options,
+    kind: str,
 ) -> fx.GraphModule:
-    """Without the marks of modules, if the failure does not take them."""
+    """Without these in the metadata of nodes, if the failure does not take them."""
     bare = copy.deepcopy(gm)
     for node in bare.graph.nodes:
-        for mark in ("nn_module_stack", "fwd_nn_module_stack"):
+        for mark in marks:
             node.meta.pop(mark, None)
     return bare if _failure(bare, description, options, kind) is not None else gm
 
