@@ -38,7 +38,7 @@ def test_work_of_auto_is_linear_too() -> None:
     small, large = (training_graph(layers, compute=1, width=1024) for layers in (23, 37))
     nodes = [len(gm.graph.nodes) for gm in (small, large)]
     work = [optimize_graph(gm, Options("auto")).operations for gm in (small, large)]
-    # Gathers start a dozen kernels ahead, and each is looked at in all slots up to its use.
+    # Single gathers start far ahead, and each is looked at in all slots up to its use.
     assert 20 * nodes[0] > work[0] > 0
     assert work[1] <= work[0] * nodes[1] / nodes[0] * 1.1
 
